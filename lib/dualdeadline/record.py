@@ -1,0 +1,154 @@
+"""One tidy row per measurement: the only source of figures, tables and quoted numbers.
+
+Rows live in `records/<stage>.csv`. A row is replaced by the next run with the same stage, model, scope and
+machine; `scope` holds the run parameters that make another row of it (a seed, say).
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import functools
+import json
+import platform
+import subprocess
+from importlib import metadata
+
+import pandas as pd
+
+from dualdeadline import machine, manifest, paths
+
+KINDS = ("measured", "replayed", "simulated")
+FIELDS = (
+    "stage model revision variant metric unit median low high n config scope kind "
+    "machine versions commit dirty manifest time"
+).split()
+GENERATED = ("figures", "paper/generated", "data_manifests/records", "data_manifests/machines.yaml", "notebooks/*.ipynb")
+
+
+class Recorder:
+    """Collects the rows of one run and writes them in one step.
+
+    Args:
+        stage: notebook stage, e.g. `04_evaluation`; names the file.
+        model, revision: keys of `models.yaml`.
+        workspace: where the records of this profile live.
+        scope: run parameters whose rows stand beside each other, e.g. `{"seed": 0}`.
+    """
+
+    def __init__(self, stage: str, model: str, revision: str, workspace: paths.Workspace, scope: dict | None = None):
+        self.path = workspace.records / f"{stage}.csv"
+        self.common = {"stage": stage, "model": model, "revision": revision, "scope": _compact(scope or {})}
+        self.rows: list[dict] = []
+
+    def add(self, variant, metric, median, unit, kind, low=None, high=None, n=1, **config) -> None:
+        """One row. `low`/`high` are the interval that the protocol names for this metric (None: no interval).
+
+        Raises:
+            ValueError: unknown kind, or a second row with the same variant, metric and config.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; needed: one of {', '.join(KINDS)}")
+        row = self.common | {
+            "variant": variant, "metric": metric, "unit": unit, "kind": kind, "n": int(n), "config": _compact(config),
+            "median": _number(median), "low": _number(low), "high": _number(high),
+        }
+        key = (variant, metric, row["config"])
+        if any((r["variant"], r["metric"], r["config"]) == key for r in self.rows):
+            raise ValueError(f"two rows with variant, metric and config {key}; a config key is missing")
+        self.rows.append(row)
+
+    def write(self) -> pd.DataFrame:
+        """Replace this run's rows in the stage's file (under a lock, atomically); the new rows."""
+        new = pd.DataFrame([row | provenance() for row in self.rows], columns=FIELDS)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = paths.DATA / "locks" / f"{self.path.stem}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with open(lock, "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            old = load(self.path)
+            key = ["stage", "model", "scope", "machine"]
+            same = old[key].apply(tuple, axis=1).isin(set(new[key].apply(tuple, axis=1))) if len(old) else []
+            rows = pd.concat([old[~same], new], ignore_index=True) if len(old) else new
+            with manifest.atomic(self.path) as temporary:
+                rows.to_csv(temporary, index=False, lineterminator="\n")
+        return new
+
+
+def load(path) -> pd.DataFrame:
+    """All rows of a records file (empty if there is none).
+
+    Raises:
+        ValueError: the columns are not those of a records file.
+    """
+    if not path.exists():
+        return pd.DataFrame(columns=FIELDS)
+    rows = pd.read_csv(path, dtype={name: str for name in FIELDS if name not in ("median", "low", "high", "n")},
+                       keep_default_na=False, na_values={"median": [""], "low": [""], "high": [""]})
+    if list(rows.columns) != FIELDS:
+        raise ValueError(f"{path} has columns {list(rows.columns)}; needed: {FIELDS}. Restore it with git checkout")
+    return rows
+
+
+def read(workspace: paths.Workspace, stage: str, model: str | None = None, here: bool = False) -> pd.DataFrame:
+    """Rows of a stage with their config spread into columns `config.<key>`, one machine per model and kind.
+
+    Rows of this machine win; a model and kind that this machine never ran shows the reference machine's rows
+    (the first of `machines.yaml` that has some). `here=True` takes this machine's rows only.
+    """
+    rows = load(workspace.records / f"{stage}.csv")
+    if model is not None:
+        rows = rows[rows.model == model]
+    order = [machine.machine_id()] + ([] if here else list(machine.known()))
+    rank = rows.machine.map({name: place for place, name in reversed(list(enumerate(order)))})
+    rows = rows[rank.notna()].assign(_rank=rank)
+    rows = rows[rows._rank == rows.groupby(["model", "kind"])._rank.transform("min")].drop(columns="_rank")
+    for column in ("config", "scope"):
+        spread = pd.json_normalize(rows[column].map(json.loads).tolist(), max_level=0).set_axis(rows.index)
+        rows = rows.join(spread.add_prefix(f"{column}."))
+    return rows.reset_index(drop=True)
+
+
+def provenance() -> dict:
+    """Machine, versions, commit, dirty flag, manifest hash and UTC time of a row written now."""
+    commit, dirty = _git()
+    return {
+        "machine": machine.register(), "versions": _versions(), "commit": commit, "dirty": str(dirty).lower(),
+        "manifest": manifest.fingerprint(),
+        "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+@functools.cache
+def _versions() -> str:
+    names = ("torch", "transformers", "triton", "numpy")
+    found = [f"{name} {metadata.version(name)}" for name in names if _installed(name)]
+    return "; ".join([f"python {platform.python_version()}", *found])
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _git() -> tuple[str, bool]:
+    """Commit and whether anything but generated files differs from it; ('unknown', True) outside git."""
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout
+
+    try:
+        exclude = [f":(exclude){path}" for path in GENERATED]
+        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "--", ".", *exclude).strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", True
+
+
+def _compact(mapping: dict) -> str:
+    return json.dumps(mapping, sort_keys=True, default=str)
+
+
+def _number(value) -> float | None:
+    return None if value is None else float(f"{float(value):.9g}")
