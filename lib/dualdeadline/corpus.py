@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dualdeadline import manifest
 
 SHARES = {"pretrain": (0.0, 0.4), "pilot": (0.4, 0.7), "replication": (0.7, 1.0)}
+
+
+class Prompt(NamedTuple):
+    """One prompt. `id` is a hash of source and key; prompts of one `group` share a split."""
+
+    id: str
+    source: str
+    split: str
+    group: str
+    text: str
 
 
 def templates(purpose: str) -> list[int]:

@@ -1,0 +1,8 @@
+"""Decode traces: what a model routed at every decode step, captured at its experts modules.
+
+`collect` runs the decode loop and writes one safetensors file per prompt; `TraceStore` reads them back.
+"""
+
+from dualdeadline.traces.store import Trace, TraceStore
+
+__all__ = ["Trace", "TraceStore"]
