@@ -1,0 +1,74 @@
+"""Tables: what is shown in notebooks, README and paper, as rows of text with the records behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from dualdeadline import paths, record
+from dualdeadline.report import look, text
+
+
+@dataclass
+class Table:
+    """A finished table: `frame` holds text only, `caption` its conditions, `rows` the records it was made from."""
+
+    name: str
+    caption: str
+    frame: pd.DataFrame
+    rows: pd.DataFrame = field(repr=False)
+
+
+def table(frame: pd.DataFrame, name: str, caption: str, workspace: paths.Workspace, digits: int = 3):
+    """`frame` for display in a notebook, with its caption and numbers at `digits` places.
+
+    Writes nothing: what the paper and README show is a function in `published.TABLES` and is made by 12_paper.
+    """
+    shown = frame.style.format(precision=digits, na_rep="–", thousands=",")
+    return shown.set_caption(f"{name} ({workspace.profile} profile): {caption}").set_uuid(name)
+
+
+def rows_of(workspace: paths.Workspace, stage: str, metric: str, **fixed) -> pd.DataFrame:
+    """Record rows of one metric with config keys fixed, e.g. `rows_of(ws, "04_evaluation", "recall", horizon=1)`.
+
+    Raises:
+        FileNotFoundError: the stage has written no records yet (names the stage).
+        ValueError: the stage has records, but none of this metric and these keys.
+    """
+    paths.need(workspace.records / f"{stage}.csv", stage)
+    found = record.read(workspace, stage)
+    found = found[found["metric"] == metric]
+    for key, wanted in fixed.items():
+        column = found.get(f"config.{key}")
+        if column is None:
+            raise ValueError(f"{stage}, metric {metric}: no row has config key {key!r}")
+        found = found[column.isin(wanted if isinstance(wanted, (list, tuple)) else [wanted])]
+    if not len(found):
+        raise ValueError(f"{stage} has no rows with metric {metric!r} and {fixed}; run that notebook again")
+    return found
+
+
+def pivot(rows: pd.DataFrame, columns: str, index: str = "variant", head: str = "", digits: int = 3) -> pd.DataFrame:
+    """Rows spread into a frame of text `value [low, high]`: labels down, the values of `columns` across.
+
+    Raises:
+        ValueError: two rows fall into one cell: a config key has not been fixed.
+    """
+    if rows.duplicated([index, columns]).any():
+        raise ValueError(f"several rows for one {index} and {columns}; fix the other config keys first")
+    cells = [text.value(*ends, digits=digits) for ends in zip(rows["median"], rows["low"], rows["high"], strict=True)]
+    frame = rows.assign(cell=cells).pivot(index=index, columns=columns, values="cell").fillna("–")
+    order = sorted(frame.index, key=_place)
+    frame = frame.loc[order].rename(index=look.label).rename_axis(None, axis=1).reset_index()
+    return frame.rename(columns={index: head}).rename(columns=_whole)
+
+
+def _place(name) -> tuple:
+    known = list(look.LOOKS)
+    key = look.snake(name)
+    return (known.index(key), key) if key in known else (len(known), key)
+
+
+def _whole(name) -> str:
+    return str(int(name)) if isinstance(name, float) and name == int(name) else str(name)
