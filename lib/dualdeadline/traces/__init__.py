@@ -3,6 +3,8 @@
 `collect` runs the decode loop and writes one safetensors file per prompt; `TraceStore` reads them back.
 """
 
+from dualdeadline.traces.collection import collect
+from dualdeadline.traces.sampling import Sampling
 from dualdeadline.traces.store import Trace, TraceStore
 
-__all__ = ["Trace", "TraceStore"]
+__all__ = ["Sampling", "Trace", "TraceStore", "collect"]

@@ -1,0 +1,206 @@
+"""Collect traces into a store: resumable, one atomic file per prompt, one index update per batch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+
+from dualdeadline import manifest, models
+from dualdeadline.corpus import Prompt
+from dualdeadline.traces import store
+from dualdeadline.traces.decode import Decoded, decode
+from dualdeadline.traces.sampling import Sampling
+
+
+@dataclass
+class Collection:
+    """Everything that stays the same while a store is filled; `rows` is its index, prompt id -> row."""
+
+    model: torch.nn.Module
+    spec: models.MoESpec
+    path: Path
+    meta: dict
+    new_tokens: int
+    sampling: Sampling | None
+    stops: set[int]
+    pad: int
+    rows: dict[str, dict]
+
+
+def collect(
+    model, tokenizer, prompts: Sequence[Prompt], out: Path, new_tokens: int = 96, batch_size: int = 16,
+    sampling: Sampling | None = None, resume: bool = True,
+) -> store.TraceStore:
+    """Decode every prompt and store its trace; what is already there and sound is kept.
+
+    A prompt ends before the model's end-of-text token or after `new_tokens`, so traces differ in length.
+
+    Args:
+        model: transformers causal language model with MoE layers, on any device.
+        out: folder of the store; made if missing.
+        batch_size: does not influence what is stored beyond the rounding of the model's own products.
+        sampling: None decodes greedily.
+        resume: False collects every prompt again and replaces what the folder holds.
+
+    Raises:
+        ValueError: no prompts, a prompt longer than the context, or a folder made with another model or settings.
+        OSError: the disk is full; what was collected before is kept and a later call goes on.
+    """
+    run = _prepare(model, tokenizer, Path(out), new_tokens, sampling, resume)
+    encoded = _encode_all(model, tokenizer, prompts, new_tokens)
+    pending = [p for p in prompts if not _sound(run, p, encoded[p.id])]
+    pending.sort(key=lambda prompt: len(encoded[prompt.id]))
+    position = {prompt.id: place for place, prompt in enumerate(prompts)}
+    batches = [pending[start : start + batch_size] for start in range(0, len(pending), batch_size)]
+    try:
+        for batch in tqdm(batches, desc=f"traces {run.path.name}", unit="batch", disable=not batches):
+            results = decode(
+                model, run.spec, [encoded[p.id] for p in batch], [p.id for p in batch],
+                new_tokens, sampling, run.stops, run.pad,
+            )
+            _keep(run, batch, results, encoded, position)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_state(run, prompts)) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(errno.ENOSPC, f"the disk is full; {_state(run, prompts)}", str(run.path)) from None
+    return store.TraceStore(run.path)
+
+
+def _state(run: Collection, prompts: Sequence[Prompt]) -> str:
+    done = sum(prompt.id in run.rows for prompt in prompts)
+    return f"{done} of {len(prompts)} prompts are kept in {run.path}; run it again to go on"
+
+
+def _prepare(model, tokenizer, out: Path, new_tokens: int, sampling: Sampling | None, resume: bool) -> Collection:
+    """Check the folder against these settings and write what is stored once per model."""
+    spec = models.describe(model)
+    meta = spec.facts() | {"model": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+    meta |= {"new_tokens": new_tokens, "sampling": asdict(sampling) if sampling else None}
+    meta["settings"] = manifest.sha256(json.dumps(meta, sort_keys=True))[:16]
+    rows = _existing(out, meta) if resume else {}
+    routers = models.routers(spec)
+    tensors = {name: getattr(routers, name) for name in ("weight", "bias", "norm", "correction")}
+    _save({k: v for k, v in tensors.items() if v is not None}, out / store.ROUTERS, {"settings": meta["settings"]})
+    meta |= {"eps": routers.eps, "norm_topk_prob": routers.norm_topk_prob}
+    meta |= {"routers_sha256": manifest.file_sha256(out / store.ROUTERS)}
+    meta |= {"name": model.name_or_path, "revision": getattr(model.config, "_commit_hash", None)}
+    manifest.write_text(out / store.META, json.dumps(meta, indent=1) + "\n")
+    if not resume:
+        (out / store.INDEX).unlink(missing_ok=True)
+    stops, pad = _special_tokens(model, tokenizer)
+    return Collection(model, spec, out, meta, new_tokens, sampling, stops, pad, rows)
+
+
+def _existing(out: Path, meta: dict) -> dict[str, dict]:
+    """Index rows of an earlier run with the same settings."""
+    if not (out / store.META).exists():
+        return {}
+    old = json.loads((out / store.META).read_text(encoding="utf-8"))
+    differs = {key: (old.get(key), value) for key, value in meta.items() if old.get(key) != value and key != "settings"}
+    if differs:
+        told = "; ".join(f"{key} was {was!r}, now {now!r}" for key, (was, now) in differs.items())
+        raise ValueError(f"{out} holds traces of other settings ({told}); choose another folder, or resume=False "
+                         "to replace them")
+    index = store.read_index(out / store.INDEX) if (out / store.INDEX).exists() else pd.DataFrame()
+    return {row["id"]: row for row in index.to_dict("records")}
+
+
+def fingerprint(model) -> str:
+    """16 hex digits that tell checkpoints apart: every parameter's name, shape and 64 evenly spread values."""
+    parts = []
+    for name, value in model.state_dict().items():
+        flat = value.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+        parts.append(f"{name}{tuple(value.shape)}{manifest.sha256(sample.numpy().tobytes())}")
+    return manifest.sha256("\n".join(parts))[:16]
+
+
+def _special_tokens(model, tokenizer) -> tuple[set[int], int]:
+    """End-of-text ids and the id to pad with."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    found = found if isinstance(found, list) else [found]
+    stops = {token for token in [*found, tokenizer.eos_token_id] if token is not None}
+    return stops, next(iter([tokenizer.pad_token_id] if tokenizer.pad_token_id is not None else sorted(stops)), 0)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt: in the tokenizer's chat template if it has one, else as plain text."""
+    if not tokenizer.chat_template:
+        return tokenizer(text)["input_ids"]
+    chat = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+
+
+def _encode_all(model, tokenizer, prompts: Sequence[Prompt], new_tokens: int) -> dict[str, list[int]]:
+    if not prompts:
+        raise ValueError("got no prompts; needed: at least one")
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    encoded = {prompt.id: encode(tokenizer, prompt.text) for prompt in prompts}
+    for prompt in prompts:
+        length = len(encoded[prompt.id])
+        if not 0 < length <= context - new_tokens:
+            raise ValueError(f"prompt {prompt.id} ({prompt.source}) has {length} tokens; needed: 1 to "
+                             f"{context - new_tokens} (context {context} less {new_tokens} new tokens)")
+    return encoded
+
+
+def _sound(run: Collection, prompt: Prompt, ids: list[int]) -> bool:
+    """Whether the prompt's file is there, unaltered, and of this prompt; otherwise say why it is collected again."""
+    row = run.rows.get(prompt.id)
+    if row is None:
+        return False
+    path = run.path / row["file"]
+    problem = store.problem_with(path, row["sha256"])
+    if not problem:
+        found = store.metadata(path)
+        if found.get("prompt") != _digest(ids) or found.get("settings") != run.meta["settings"]:
+            problem = f"{path} belongs to another prompt text or other settings"
+    if problem:
+        warnings.warn(f"{problem}; prompt {prompt.id} is collected again", stacklevel=3)
+        del run.rows[prompt.id]
+    return not problem
+
+
+def _digest(ids: list[int]) -> str:
+    return manifest.sha256(" ".join(map(str, ids)))
+
+
+def _keep(run: Collection, batch, results: list[Decoded], encoded: dict, position: dict[str, int]) -> None:
+    """Write a batch's files, then the index; on a full disk the files that fitted still enter the index."""
+    try:
+        for prompt, result in zip(batch, results, strict=True):
+            run.rows[prompt.id] = _write(run, prompt, result, encoded[prompt.id], position[prompt.id])
+    finally:
+        for name, place in position.items():  # a longer corpus may have moved earlier prompts
+            if name in run.rows:
+                run.rows[name]["position"] = place
+        with manifest.atomic(run.path / store.INDEX) as temporary:
+            pd.DataFrame(run.rows.values()).to_parquet(temporary, index=False)
+
+
+def _write(run: Collection, prompt: Prompt, result: Decoded, ids: list[int], position: int) -> dict:
+    name = f"{store.FILES}/{prompt.id}.safetensors"
+    tensors = result.fields | {"tokens": result.tokens.int(), "prompt_tokens": torch.tensor(ids, dtype=torch.int32)}
+    facts = {"id": prompt.id, "prompt": _digest(ids), "settings": run.meta["settings"], "finish": result.finish}
+    _save(tensors, run.path / name, facts)
+    return {
+        "position": position, "id": prompt.id, "source": prompt.source, "split": prompt.split, "group": prompt.group,
+        "tokens": len(result.tokens), "prompt_tokens": len(ids), "finish": result.finish,
+        "file": name, "sha256": manifest.file_sha256(run.path / name),
+    }
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, facts: dict[str, str]) -> None:
+    with manifest.atomic(path) as temporary:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=facts)

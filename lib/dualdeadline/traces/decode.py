@@ -1,0 +1,108 @@
+"""The decode loop: left-padded batches over the stock forward of a transformers model, with its own KV cache."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualdeadline.models import MoESpec
+from dualdeadline.traces.capture import Capture
+from dualdeadline.traces.sampling import Sampling
+
+
+@dataclass
+class Decoded:
+    """One prompt's result: tokens [T] that were fed, captured fields [T,L,...], and whether it ended by itself."""
+
+    tokens: torch.Tensor
+    fields: dict[str, torch.Tensor]
+    finish: str
+
+
+class Session:
+    """A batch of prompts in flight: prefill on construction, then one token per row and `step`.
+
+    Args:
+        model: transformers causal language model.
+        prompts: N lists of token ids.
+        pad: token id that fills the left side; masked, so any id will do.
+    """
+
+    def __init__(self, model, prompts: list[list[int]], pad: int):
+        self.model, self.device = model, model.device
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=self.device)
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
+        columns = torch.arange(width, device=self.device)
+        self.mask = (columns >= (width - lengths)[:, None]).long()
+        positions = (columns - (width - lengths)[:, None]).clamp(min=0)
+        names = inspect.signature(model.forward).parameters
+        # transformers renamed this argument between the versions supported
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
+        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self.cache, self.next_position = None, lengths[:, None]
+        self.logits = self._forward(ids, positions)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids, attention_mask=self.mask, position_ids=positions, use_cache=True,
+            **{self.cache_name: self.cache}, **self.extra,
+        )
+        self.cache = getattr(output, self.cache_name)
+        return output.logits[:, -1]
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Feed one token [N] per row; `logits` [N,V] are then those of the next."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.logits = self._forward(tokens[:, None], self.next_position)
+        self.next_position = self.next_position + 1
+
+
+@torch.inference_mode()
+def decode(
+    model, spec: MoESpec | None, prompts: list[list[int]], names: list[str], new_tokens: int,
+    sampling: Sampling | None, stops: set[int], pad: int,
+) -> list[Decoded]:
+    """Decode a batch; a row ends before an end-of-text token, or after `new_tokens` tokens.
+
+    Rows that have ended are fed the pad token until the last one ends, and those steps are cut off.
+
+    Args:
+        spec: where to capture; None captures nothing (the reference run).
+        prompts, names: token ids and prompt ids, one per row.
+        stops: end-of-text tokens; they are never fed, so they have no row in the trace.
+    """
+    session = Session(model, prompts, pad)
+    keys = np.array([sampling.key(name) for name in names], dtype=np.uint64) if sampling else None
+    lengths = torch.full((len(prompts),), new_tokens)
+    fed: list[torch.Tensor] = []
+    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    with Capture(spec, new_tokens) if spec else nullcontext() as capture:
+        for step in range(new_tokens):
+            tokens = sampling.choose(session.logits, keys, step) if sampling else session.logits.argmax(-1)
+            stopped = torch.isin(tokens.cpu(), torch.tensor(sorted(stops), dtype=torch.long)) & ~ended
+            lengths[stopped] = step
+            ended |= stopped
+            if ended.all():
+                break
+            tokens = tokens.masked_fill(ended.to(tokens.device), pad)
+            fed.append(tokens.cpu())
+            session.step(tokens)
+            if capture:
+                capture.take()
+    return _rows(torch.stack(fed, 1) if fed else torch.empty(len(prompts), 0), capture, lengths, new_tokens)
+
+
+def _rows(tokens: torch.Tensor, capture: Capture | None, lengths: torch.Tensor, new_tokens: int) -> list[Decoded]:
+    fields = capture.rows() if capture and capture.taken else {}
+    return [
+        Decoded(
+            tokens[row, :length].long(), {name: value[row, :length] for name, value in fields.items()},
+            "length" if length == new_tokens else "end of text",
+        )
+        for row, length in enumerate(lengths.tolist())
+    ]
