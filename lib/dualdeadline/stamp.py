@@ -1,0 +1,142 @@
+"""Whether a stage is up to date: what it was made from, and whether its outputs lie as it left them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from dualdeadline import manifest, notebook, paths
+
+MANIFESTS = ("data_manifests/models.yaml", "data_manifests/protocol.yaml")
+PILOT = "lib/dualdeadline/pilot/**/*"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage reads and makes, as globs: `traces/`, `scores/`, `records/` lie in the workspace, others in ROOT."""
+
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    shows: bool = False  # shows the results of the others: runs after them
+
+
+STAGES = {
+    "00_map": Stage(reads=("records/*", *MANIFESTS), shows=True),
+    "01_corpus": Stage(reads=MANIFESTS[:1], makes=("data_manifests/corpora/*",)),
+    "02_traces": Stage(reads=("data_manifests/corpora/*", MANIFESTS[0], PILOT), makes=("traces/**/*",)),
+    "03_predictors": Stage(reads=("traces/**/*", *MANIFESTS), makes=("scores/**/*",)),
+    "04_evaluation": Stage(reads=("traces/**/*", "scores/**/*", *MANIFESTS), makes=("records/04_evaluation.csv",)),
+    "05_replay": Stage(reads=("traces/**/*", "scores/**/*", *MANIFESTS), makes=("records/05_replay.csv",)),
+    "12_paper": Stage(reads=("records/*", "figures/*", *MANIFESTS), makes=("generated/*",), shows=True),
+    "90_pilot_model": Stage(reads=("records/90_*", PILOT)),
+}
+# a stage that is not in the table reads whatever an earlier one may have made
+UNKNOWN = Stage(reads=("data_manifests/corpora/*", *MANIFESTS, PILOT, "traces/**/*", "scores/**/*"))
+
+
+class Stamp:
+    """The stamp of one run: `runs/<name>.json`, written last.
+
+    Args:
+        stage, name: stage and the name of its run (with the grid's values).
+        text: the notebook's text file.
+        parameters: all parameters of the run.
+        workspace: where the profile reads and writes.
+    """
+
+    def __init__(self, stage: str, name: str, text: Path, parameters: dict, workspace: paths.Workspace):
+        self.path = workspace.runs / f"{name}.json"
+        self.stage, self.text, self.workspace = STAGES.get(stage, UNKNOWN), text, workspace
+        # where a sweep is computed does not change its result
+        self.parameters = {key: value for key, value in parameters.items() if key != "scheduler"}
+
+    def key(self) -> dict[str, str]:
+        """Hash of each thing that the result depends on."""
+        return {
+            "text": manifest.file_sha256(self.text),
+            "parameters": manifest.sha256(json.dumps(self.parameters, sort_keys=True)),
+            "code": code_hash(self.text),
+            "environment": manifest.file_sha256(paths.LIB / "requirements.lock"),
+            "inputs": manifest.sha256(json.dumps(self._state(self.stage.reads), sort_keys=True)),
+        }
+
+    def stale(self) -> str | None:
+        """Why the stage has to run, or None if it is up to date."""
+        try:
+            stamp = json.loads(self.path.read_text(encoding="utf-8"))
+            old, outputs = stamp["key"], stamp["outputs"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return "not run yet"
+        changed = [name for name, value in self.key().items() if old.get(name) != value]
+        if changed:
+            return f"changed: {', '.join(changed)}"
+        now = self._state(self.stage.makes)
+        # tables that other runs add rows to, and files that git may rewrite, need only be there
+        lost = [name for name, state in outputs.items()
+                if name not in now or (isinstance(state, list) and now[name] != state)]
+        return f"outputs missing or altered: {', '.join(sorted(lost)[:3])}" if lost else None
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def write(self, key: dict[str, str]) -> None:
+        """Stamp a finished run with the key it started from."""
+        stamp = {"key": key, "outputs": self._state(self.stage.makes)}
+        manifest.write_text(self.path, json.dumps(stamp, indent=1, sort_keys=True) + "\n")
+
+    def _state(self, globs: tuple[str, ...]) -> dict[str, object]:
+        """Path -> size and time of data files, or content hash of files that git may rewrite."""
+        state = {}
+        for glob in globs:
+            top, _, rest = glob.partition("/")
+            known = top in ("traces", "scores", "records", "figures", "generated")
+            folder, pattern = (getattr(self.workspace, top), rest) if known else (paths.ROOT, glob)
+            bulky = top in ("traces", "scores")
+            for path in sorted(folder.glob(pattern)):
+                if path.is_file() and not path.name.startswith(".") and "__pycache__" not in path.parts:
+                    status = path.stat()
+                    state[str(path)] = ([status.st_size, status.st_mtime_ns] if bulky else manifest.file_sha256(path))
+        return state
+
+
+def code_hash(text: Path) -> str:
+    """Hash over the sources of the project's modules that a notebook imports, directly or not."""
+    found: set[Path] = set()
+    queue = list(_imports(notebook.code(notebook.load(text)), ""))
+    while queue:
+        for path in _files(queue.pop()):
+            if path not in found:
+                found.add(path)
+                queue.extend(_module_imports(path))
+    return manifest.sha256("".join(f"{path.name}:{manifest.file_sha256(path)}\n" for path in sorted(found)))
+
+
+@cache
+def _module_imports(path: Path) -> frozenset[str]:
+    package = path.relative_to(paths.LIB).parent.parts
+    return frozenset(_imports(path.read_text(encoding="utf-8"), ".".join(package)))
+
+
+def _imports(source: str, package: str) -> set[str]:
+    """Dotted names of this project that a source imports anywhere, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] == "dualdeadline"}
+
+
+def _files(name: str) -> list[Path]:
+    """Source files that importing a dotted name reads: the packages on the way and the module itself."""
+    found, parts = [], name.split(".")
+    for depth in range(1, len(parts) + 1):
+        base = paths.LIB.joinpath(*parts[:depth])
+        found += [path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()]
+    return found

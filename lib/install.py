@@ -1,0 +1,122 @@
+"""Make the environment: python lib/install.py [folder, default .venv].
+
+Standard library only, and syntax that an old Python can read, so that it can say that it is too old. Does nothing
+when the environment is there and made from the same lock; a stamp is written last, so a killed run is redone.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+LIB = os.path.dirname(os.path.abspath(__file__))
+OLDEST, NEWEST = (3, 11), (3, 13)
+# pycosat has no wheels and serves one puzzle generator that the study never calls
+NEEDS_COMPILER = ("pycosat", "reasoning-gym")
+
+
+def check_python(version):
+    """Error text if this Python cannot run the project, else None; `version` is (major, minor)."""
+    if OLDEST <= tuple(version) <= NEWEST:
+        return None
+    got = "%s is Python %d.%d" % (sys.executable, version[0], version[1])
+    return got + "; needed: 3.11, 3.12 or 3.13. Install one, or name it: make PYTHON=/path/to/python3.12"
+
+
+def fingerprint():
+    """What the environment depends on: lock, constraints, package metadata, Python, and where the checkout lies."""
+    digest = hashlib.sha256(LIB.encode())
+    for name in ("requirements.lock", "constraints-cuda.txt", "pyproject.toml", "install.py"):
+        with open(os.path.join(LIB, name), "rb") as handle:
+            digest.update(handle.read())
+    return digest.hexdigest()
+
+
+def up_to_date(folder, wanted):
+    """Whether `folder` holds a finished environment with that fingerprint."""
+    stamp = os.path.join(folder, "installed.json")
+    if not (os.path.exists(stamp) and os.path.exists(os.path.join(folder, "bin", "python"))):
+        return False
+    with open(stamp) as handle:
+        text = handle.read()
+    return wanted in text
+
+
+def create(folder):
+    """A virtual environment in `folder`; one whose Python no longer runs is replaced."""
+    python = os.path.join(folder, "bin", "python")
+    if os.path.exists(python):
+        if subprocess.call([python, "-m", "pip", "--version"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
+            return python
+        shutil.rmtree(folder)
+    if subprocess.call([sys.executable, "-m", "venv", folder]) != 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit("%s cannot make a virtual environment; needed: the modules venv and ensurepip "
+                 "(Debian and Ubuntu: apt-get install python3-venv)" % sys.executable)
+    return python
+
+
+def can_compile(python):
+    """Whether a C compiler and the headers of `python` are there."""
+    include = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"])
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and os.path.exists(os.path.join(include.decode().strip(), "Python.h"))
+
+
+def without_compiler(lock):
+    """Lines of the lock that install without a compiler, and the requirement to add without its dependencies."""
+    named = [(re.split("[=;@ ]", line)[0].lower(), line) for line in lock.splitlines()]
+    rest = [line for name, line in named if name not in NEEDS_COMPILER]
+    return "\n".join(rest) + "\n", [line for name, line in named if name == NEEDS_COMPILER[1]]
+
+
+def install(python, folder):
+    """Install the lock, then the library in editable form, then the kernel that the notebooks name."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+    lock = os.path.join(LIB, "requirements.lock")
+    if can_compile(python):
+        run(pip + ["-r", lock])
+    else:
+        print("No C compiler or no Python headers: pycosat is left out (an unused puzzle generator needs it)")
+        with open(lock) as handle:
+            text, alone = without_compiler(handle.read())
+        reduced = os.path.join(folder, "without-compiler.txt")
+        with open(reduced, "w") as handle:
+            handle.write(text.replace("-c constraints", "-c " + os.path.join(LIB, "constraints")))
+        run(pip + ["-r", reduced])
+        run(pip + ["--no-deps"] + alone)
+    run(pip + ["--no-deps", "--no-build-isolation", "--quiet", "-e", LIB])
+    # the notebooks' header says display name python3; JupyterLab writes the kernel's own name on saving
+    run([python, "-m", "ipykernel", "install", "--sys-prefix", "--name", "python3", "--display-name", "python3"])
+
+
+def run(command):
+    """Run a command; if it fails, stop with what to do."""
+    if subprocess.call(command) != 0:
+        sys.exit("Failed: %s\nWhat is there is kept; the same make command goes on from here." % " ".join(command))
+
+
+def main(folder):
+    error = check_python(sys.version_info[:2])
+    if error:
+        sys.exit(error)
+    wanted = fingerprint()
+    if up_to_date(folder, wanted):
+        return
+    print("Making %s with %s (3 minutes, about 2 GB on a CPU machine)" % (folder, sys.executable), flush=True)
+    python = create(folder)
+    install(python, folder)
+    stamp = os.path.join(folder, "installed.json")
+    with open(stamp + ".new", "w") as handle:
+        json.dump({"fingerprint": wanted, "python": sys.version.split()[0]}, handle)
+    os.replace(stamp + ".new", stamp)
+
+
+if __name__ == "__main__":
+    try:
+        main(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else os.path.join(LIB, os.pardir, ".venv")))
+    except KeyboardInterrupt:
+        sys.exit(130)
