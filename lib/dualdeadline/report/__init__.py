@@ -15,9 +15,9 @@ take each table from the same function in `published.TABLES`.
 from dualdeadline.report.figures import curves, provenance_line, save, title
 from dualdeadline.report.look import colour, label, line, palette, style
 from dualdeadline.report.tables import rows_of, table
-from dualdeadline.report.text import OPEN, count, judge, value, verdict
+from dualdeadline.report.text import OPEN, count, value, verdict
 
 __all__ = [
-    "OPEN", "colour", "count", "curves", "judge", "label", "line", "palette", "provenance_line", "rows_of",
+    "OPEN", "colour", "count", "curves", "label", "line", "palette", "provenance_line", "rows_of",
     "save", "style", "table", "title", "value", "verdict",
 ]

@@ -9,6 +9,8 @@ import pandas as pd
 from dualdeadline import paths, record
 from dualdeadline.report import look, text
 
+MODEL = "pilot-olmoe"  # the model that the published tables show
+
 
 @dataclass
 class Table:
@@ -18,6 +20,9 @@ class Table:
     caption: str
     frame: pd.DataFrame
     rows: pd.DataFrame = field(repr=False)
+    wide: bool = False  # spans both columns of the paper
+    align: str = ""  # LaTeX column types; default: first left, others right
+    gap_pt: float = 4.0  # space between columns
 
 
 def table(frame: pd.DataFrame, name: str, caption: str, workspace: paths.Workspace, digits: int = 3):
@@ -29,16 +34,16 @@ def table(frame: pd.DataFrame, name: str, caption: str, workspace: paths.Workspa
     return shown.set_caption(f"{name} ({workspace.profile} profile): {caption}").set_uuid(name)
 
 
-def rows_of(workspace: paths.Workspace, stage: str, metric: str, **fixed) -> pd.DataFrame:
-    """Record rows of one metric with config keys fixed, e.g. `rows_of(ws, "04_evaluation", "recall", horizon=1)`.
+def rows_of(workspace: paths.Workspace, stage: str, metric: str | list[str], model: str = MODEL, **fixed) -> pd.DataFrame:
+    """Record rows of one metric (or several) with config keys fixed, e.g. `rows_of(ws, "04_evaluation", "recall", horizon=1)`.
 
     Raises:
         FileNotFoundError: the stage has written no records yet (names the stage).
         ValueError: the stage has records, but none of this metric and these keys.
     """
     paths.need(workspace.records / f"{stage}.csv", stage)
-    found = record.read(workspace, stage)
-    found = found[found["metric"] == metric]
+    found = record.read(workspace, stage, model)
+    found = found[found["metric"].isin([metric] if isinstance(metric, str) else metric)]
     for key, wanted in fixed.items():
         column = found.get(f"config.{key}")
         if column is None:

@@ -47,11 +47,3 @@ def verdict(low, high, direction: str = "greater", bound: float = 0.0) -> str:
         raise ValueError(f"interval [{low}, {high}] is empty; needed: low <= high")
     supported = low > bound if direction == "greater" else high < bound
     return SUPPORTED if supported else NOT_SUPPORTED
-
-
-def judge(rows, direction: str = "greater", bound: float = 0.0) -> str:
-    """Verdict over record rows that must all hold; open while there are none or one lacks its interval."""
-    single = [verdict(low, high, direction, bound) for low, high in zip(rows["low"], rows["high"], strict=True)]
-    if not single or OPEN in single:
-        return OPEN
-    return SUPPORTED if all(word == SUPPORTED for word in single) else NOT_SUPPORTED

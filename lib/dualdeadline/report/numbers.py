@@ -1,0 +1,98 @@
+"""Numbers that prose may quote: from records, from the protocol, or from the model's description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dualdeadline import manifest, paths
+from dualdeadline.report import latex, published, text, verdicts
+from dualdeadline.report.tables import rows_of
+
+BUDGET, SLOTS = 8, 32  # of the headline numbers: as many experts as are routed, and half of the experts
+
+
+@dataclass(frozen=True)
+class Number:
+    """`name` becomes a LaTeX command; `source` says what made it and, for records, of which kind it is."""
+
+    name: str
+    text: str
+    source: str
+
+
+def every(workspace: paths.Workspace) -> list[Number]:
+    """All of them, in a fixed order."""
+    return [*_protocol(), *_model(), *_recall(workspace), *_cache(workspace), *_verdicts(workspace), _commit(workspace)]
+
+
+def by_name(workspace: paths.Workspace) -> dict[str, str]:
+    """`{name: text}` of `every`."""
+    return {number.name: number.text for number in every(workspace)}
+
+
+def frame(workspace: paths.Workspace):
+    """All of them for display."""
+    said = pd.DataFrame([(n.name, n.text, n.source) for n in every(workspace)], columns=["number", "text", "made by"])
+    return said.style.hide(axis="index").set_uuid("numbers")
+
+
+def _protocol() -> list[Number]:
+    protocol = manifest.read_yaml("protocol.yaml")
+    sampling, horizons = protocol["decoding"]["sampling"], protocol["grid"]["horizons"]
+    said = {
+        "protocol_fixed": protocol["fixed"],
+        "protocol_amendments": text.count(len(protocol["amendments"])) if protocol["amendments"] else "none",
+        "resamples": text.count(protocol["statistics"]["resamples"]),
+        "new_tokens": text.count(protocol["decoding"]["new_tokens"]),
+        "temperature": str(sampling["temperature"]), "top_p": str(sampling["top_p"]),
+        "horizon_first": str(min(horizons)), "horizon_last": str(max(horizons)),
+    }
+    return [Number(name, value, "data_manifests/protocol.yaml") for name, value in said.items()]
+
+
+def _model() -> list[Number]:
+    model = manifest.read_yaml("models.yaml")[published.MODEL]
+    return [Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml") for key in "LEKHF"]
+
+
+def _said(rows: pd.DataFrame, variant: str) -> str:
+    row = rows[rows["variant"] == variant]
+    if len(row) != 1:
+        raise ValueError(f"{len(row)} rows for {variant}; needed: exactly one")
+    return text.value(*row.iloc[0][["median", "low", "high"]])
+
+
+def _recall(workspace: paths.Workspace) -> list[Number]:
+    rows = rows_of(workspace, "04_evaluation", "recall", horizon=1, budget=BUDGET, **published.TEST)
+    source = latex.made_by(rows)
+    shown = {f"recall_{name}": _said(rows, name) for name in ("gate_ahead", "shared_mlp", "residual_gate")}
+    shown |= {"recall_budget": str(BUDGET), "recall_conditions": published.conditions(rows).lower()}
+    return [Number(name, value, source) for name, value in shown.items()]
+
+
+def _cache(workspace: paths.Workspace) -> list[Number]:
+    rows = rows_of(workspace, "05_replay", "hit_rate", slots=SLOTS, **published.COLD)
+    source = latex.made_by(rows)
+    shown = {f"hit_{name}": _said(rows, name) for name in ("lru", "belady")}
+    shown |= {"cache_slots": str(SLOTS), "hit_conditions": published.conditions(rows).lower()}
+    return [Number(name, value, source) for name, value in shown.items()]
+
+
+def _verdicts(workspace: paths.Workspace) -> list[Number]:
+    said, unanswered = [], []
+    for name in verdicts.hypotheses():
+        lines, rows = verdicts.comparisons(workspace, name, published.MODEL)
+        source = latex.made_by(rows) if len(rows) else "data_manifests/protocol.yaml (no records yet)"
+        unanswered += [name] if verdicts.verdict_of(lines) == text.OPEN else []
+        said += [Number(f"verdict_{name.lower()}", verdicts.verdict_of(lines), source),
+                 Number(f"comparisons_{name.lower()}", verdicts.count_supported(lines), source)]
+    return [*said, Number("open_hypotheses", ", ".join(unanswered) or "none", "data_manifests/protocol.yaml")]
+
+
+def _commit(workspace: paths.Workspace) -> Number:
+    """The commits that the published records were made at, in the order of stages."""
+    rows = published.sources(workspace).rows
+    commits = list(dict.fromkeys(rows["commit"].str[:10]))
+    return Number("records_commit", ", ".join(commits), "data_manifests/records/*.csv")

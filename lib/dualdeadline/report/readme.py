@@ -1,0 +1,83 @@
+"""Fill the generated blocks of README.md from records: `<!-- begin:NAME -->` to `<!-- end:NAME -->`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from dualdeadline import manifest, paths
+from dualdeadline.report import latex, numbers, published, runtime
+from dualdeadline.report.tables import Table
+
+README = paths.ROOT / "README.md"
+BLOCK = re.compile(r"<!-- begin:(?P<name>[a-z_]+) -->\n.*?<!-- end:(?P=name) -->", re.DOTALL)
+
+ANSWER = """\
+**So far:** one layer ahead and with room for {recall_budget} experts, the next layer's own router applied early finds
+{recall_gate_ahead} of the routed experts, the original study's learned predictor {recall_shared_mlp}, and that router
+with a learned low-rank correction {recall_residual_gate} ({recall_conditions}). That the correction beats both on what
+a cache of {cache_slots} of {model_e} experts misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with
+{cache_slots} slots per layer hits {hit_lru}, the optimum {hit_belady} ({hit_conditions}). Whether a second deadline
+pays on a GPU (H1): **{verdict_h1}**.
+"""
+
+
+def _pipes(frame: pd.DataFrame) -> str:
+    return frame.to_markdown(index=False, disable_numparse=True)  # cells are finished text: 2.0 stays 2.0
+
+
+def markdown(made: Table) -> str:
+    """A table with its caption and source."""
+    return f"{_pipes(made.frame)}\n\n{made.caption} Made by {latex.made_by(made.rows)}.\n"
+
+
+def answer(workspace: paths.Workspace) -> str:
+    """The result in a few sentences; numbers and verdict words come from records."""
+    return ANSWER.format(**numbers.by_name(workspace))
+
+
+def verdicts(workspace: paths.Workspace) -> str:
+    """Hypothesis, comparisons and verdict."""
+    made = published.hypotheses(workspace)
+    return _pipes(made.frame.drop(columns="counts as support")) + f"\n\n{made.caption}\n"
+
+
+def costs(workspace: paths.Workspace) -> str:
+    """Minutes per stage of the last whole run."""
+    return markdown(runtime.minutes(workspace))
+
+
+BLOCKS = {
+    "answer": answer,
+    "headline": lambda workspace: markdown(published.headline(workspace)),
+    "verdicts": verdicts,
+    "costs": costs,
+}
+
+
+def filled(text: str, workspace: paths.Workspace) -> str:
+    """`text` with every block made anew.
+
+    Raises:
+        ValueError: a block has no maker, or a maker has no block.
+    """
+    found = [match["name"] for match in BLOCK.finditer(text)]
+    if sorted(found) != sorted(BLOCKS):
+        raise ValueError(f"README has blocks {sorted(found)}; needed, once each: {sorted(BLOCKS)}")
+
+    def block(match: re.Match) -> str:
+        name = match["name"]
+        return f"<!-- begin:{name} -->\n{BLOCKS[name](workspace)}<!-- end:{name} -->"
+
+    return BLOCK.sub(block, text)
+
+
+def fill(workspace: paths.Workspace, path: Path = README) -> bool:
+    """Rewrite the blocks of `path`; whether anything changed."""
+    old = path.read_text(encoding="utf-8")
+    new = filled(old, workspace)
+    if new != old:
+        manifest.write_text(path, new)
+    return new != old
