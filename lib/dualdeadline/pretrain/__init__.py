@@ -1,0 +1,1 @@
+"""How the embedded models are made: text packages -> cleaned documents -> tokens -> checkpoint."""

@@ -1,0 +1,269 @@
+"""Train the embedded MoE by wall clock: python -m dualdeadline.pretrain.train --pack FOLDER --train|--bench.
+
+One call trains for --minutes (start, compilation, evaluation and export included) and leaves its state on this
+machine's disk; --resume goes on from it, --init-from from exported weights. The rate is warmup-stable-decay over
+the planned time of all calls (--calls-left counts this one), so the last call always ends at rate zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from dualdeadline.pretrain import checkpoint, data, model
+from dualdeadline.pretrain.optim import Optimizer
+
+BORN = time.monotonic()
+EXTRA_KEYS = ("step", "tokens", "seconds")
+
+
+def rate(seconds: float, since: float, total: float, warmup: float, decay: float) -> float:
+    """Share of the peak rate after `seconds` of `total` training seconds, `since` of them in this optimizer's life."""
+    tail = (total - seconds) / max(decay * total, 1e-9)
+    return max(min(1.0, since / max(warmup, 1e-9), tail), 0.0)
+
+
+class Run:
+    """Parameters, optimizer, data cursor and counters of one run.
+
+    Args:
+        args: the command line. pack: texts. device: where it trains. forward: a compiled Forward to share.
+    """
+
+    def __init__(self, args, pack: data.Pack, device, forward: model.Forward | None = None):
+        self.args, self.cfg, self.device = args, model.config(vocab_size=pack.vocab, **json.loads(args.model)), device
+        fixed = {name: args.synthetic / len(data.SYNTHETIC) for name in data.SYNTHETIC if name in pack.train}
+        sizes = {name: len(tokens) for name, tokens in pack.train.items()}
+        self.shares = data.mixture(sizes, args.planned_tokens, fixed, args.power, args.epochs)
+        self.shares |= json.loads(args.shares)
+        self.sampler = data.Sampler(pack.train, self.shares, args.length, device, args.seed)
+        start = checkpoint.read_weights(args.init_from) if args.init_from else model.initial(self.cfg, args.seed)
+        self.params = {name: start[name].to(device).requires_grad_() for name in model.shapes(self.cfg)}
+        self.optimizer = Optimizer(self.params, args.optimizer, args.lr, args.muon_lr, args.weight_decay)
+        self.forward = forward or make_forward(args, self.cfg, device)
+        self.step, self.tokens, self.seconds, self.born, self.curve = 0, 0, 0.0, 0.0, []
+
+    def resume(self, path: Path) -> None:
+        """Continue exactly from a saved state."""
+        tensors, meta = checkpoint.load_state(path)
+        if meta["optimizer"] != self.args.optimizer:
+            raise ValueError(f"{path} was trained with {meta['optimizer']}, not {self.args.optimizer}")
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(tensors[f"param.{name}"])
+        self.optimizer.load({key[4:]: value for key, value in tensors.items() if key.startswith("opt.")})
+        self.sampler.generator.set_state(tensors["generator"])
+        for key in (*EXTRA_KEYS, "born", "curve"):
+            setattr(self, key, meta[key])
+
+    def save(self, path: Path) -> None:
+        """Save everything `resume` needs."""
+        tensors = {f"param.{name}": value for name, value in self.params.items()}
+        tensors |= {f"opt.{name}": value for name, value in self.optimizer.state().items()}
+        meta = {key: getattr(self, key) for key in (*EXTRA_KEYS, "born", "curve")}
+        checkpoint.save_state(path, tensors | {"generator": self.sampler.generator.get_state()},
+                              meta | {"optimizer": self.args.optimizer})
+
+    def advance(self, scale: float) -> dict:
+        """One step at `scale` times the peak rate; the parts of the loss as device tensors."""
+        inputs, targets = self.sampler.draw(self.args.batch)
+        loss, parts = self.forward.loss(self.params, inputs, targets, self.args.balance, self.args.z)
+        loss.backward()
+        parts["norm"] = self.optimizer.step(scale)
+        self.step += 1
+        self.tokens += inputs.numel()
+        return parts
+
+    def warm(self) -> float:
+        """Compile forward and backward on one batch without a step; seconds it took."""
+        begin, cursor = time.monotonic(), self.sampler.generator.get_state()
+        inputs, targets = self.sampler.draw(self.args.batch)
+        self.forward.loss(self.params, inputs, targets, self.args.balance, self.args.z)[0].backward()
+        for param in self.params.values():
+            param.grad = None
+        self.sampler.generator.set_state(cursor)
+        synchronize(self.device)
+        return time.monotonic() - begin
+
+
+def make_forward(args, cfg, device) -> model.Forward:
+    """The forward that the command line asks for."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return model.Forward(cfg, args.length, device, dtype, args.experts, args.compile, args.dropout)
+
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def loop(run: Run, budget: float, total: float, on_log=None, every: int = 20) -> None:
+    """Train for `budget` seconds of a plan of `total` training seconds; logs every `every` steps.
+
+    Raises:
+        FloatingPointError: the loss or gradient is not finite (nothing is saved after it).
+    """
+    begin, first = time.monotonic(), run.seconds
+    while (spent := time.monotonic() - begin) < budget:
+        run.seconds = first + spent
+        scale = rate(run.seconds, run.seconds - run.born, total, run.args.warmup, run.args.decay)
+        parts = run.advance(scale)
+        if run.step % every == 0:
+            check(run, parts, scale, time.monotonic() - begin)
+            if on_log:
+                on_log(run)
+    check(run, parts, scale, time.monotonic() - begin)
+    run.seconds = first + time.monotonic() - begin
+
+
+def check(run: Run, parts: dict, scale: float, spent: float) -> None:
+    """Read the last step's numbers (waits for the device), stop if not finite, keep them in the curve."""
+    row = {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 2), "rate": round(scale, 5),
+           "nats": parts["nats"].item(), "norm": parts["norm"].item(), "balance": parts["balance"].mean().item(),
+           "z": parts["z"].mean().item(), "least": parts["load"].min().item() * run.cfg.num_experts / top_k(run),
+           "most": parts["load"].max().item() * run.cfg.num_experts / top_k(run)}
+    if not math.isfinite(row["nats"] + row["norm"]):
+        raise FloatingPointError(f"step {run.step}: loss {row['nats']}, gradient norm {row['norm']}; stopped, "
+                                 f"the last saved state stays. Lower --lr or --muon-lr and --resume")
+    run.curve.append({key: round(value, 5) for key, value in row.items()})
+
+
+def top_k(run: Run) -> int:
+    return run.cfg.num_experts_per_tok
+
+
+@torch.no_grad()
+def validate(run: Run, pack: data.Pack, windows: int = 32) -> dict[str, float]:
+    """Quick held-out bits per byte by domain: the same evenly spaced windows each time, uncompiled forward."""
+    plain = model.Forward(run.cfg, run.args.length, run.device, run.forward.dtype)
+    found = {}
+    for name, stream in pack.heldout.items():
+        length = min(run.args.length, len(stream.tokens) - 1)
+        starts = torch.linspace(0, len(stream.tokens) - 1 - length, windows).long().unique()
+        rows = torch.stack([torch.from_numpy(stream.tokens[s : s + length + 1].astype("int64")) for s in starts])
+        rows = rows.to(run.device)
+        nats = plain.loss(run.params, rows[:, :-1], rows[:, 1:])[1]["nats"].item()
+        found[name] = nats / math.log(2) * len(stream.tokens) / int(stream.sizes.sum())
+    natural = [value for name, value in found.items() if name not in data.SYNTHETIC]
+    return {"macro": sum(natural) / len(natural)} | found
+
+
+def train(args, pack: data.Pack, out: Path) -> dict:
+    """One call: resume or start, train until the clock says stop, save, export, write metrics.json."""
+    device, state = torch.device(args.device), Path(args.state) / "state.safetensors"
+    run = Run(args, pack, device)
+    if args.resume:
+        run.resume(state)
+    if args.init_from:
+        print(f"fresh optimizer on the weights of {args.init_from}")
+    warm = run.warm()
+    budget = 60 * args.minutes - args.reserve - (time.monotonic() - BORN)
+    if budget <= 0:
+        raise ValueError(f"{args.minutes} minutes leave nothing after a start of {time.monotonic() - BORN:.0f} s "
+                         f"and a reserve of {args.reserve} s; give more --minutes")
+    total = run.seconds + budget * args.calls_left
+    print(f"start {time.monotonic() - BORN:.0f} s (compile {warm:.0f} s); trains {budget:.0f} s of {total:.0f} s "
+          f"from step {run.step}; mixture {json.dumps({k: round(v, 4) for k, v in run.shares.items()})}")
+    clock = {"save": time.monotonic(), "print": time.monotonic(), "tokens": run.tokens, "first": run.tokens}
+    history: list[dict] = []
+
+    def on_log(run):
+        now = time.monotonic()
+        if now - clock["print"] > args.report:
+            speed = (run.tokens - clock["tokens"]) / (now - clock["print"])
+            history.append({"step": run.step, "tokens": run.tokens, "tokens_per_s": round(speed)}
+                           | validate(run, pack))
+            print(json.dumps(run.curve[-1] | history[-1]))
+            clock.update(print=time.monotonic(), tokens=run.tokens)
+        if now - clock["save"] > args.save_every:
+            run.save(state)
+            clock["save"] = time.monotonic()
+
+    loop(run, budget, total, on_log)
+    run.save(state)
+    checkpoint.export(run.params, run.cfg, out / "model")
+    metrics = summary(run, args, pack, history, budget, clock["first"])
+    write_json(out / "metrics.json", metrics)
+    print(json.dumps(metrics["last"]))
+    return metrics
+
+
+def summary(run: Run, args, pack: data.Pack, history: list, budget: float, first: int) -> dict:
+    """What metrics.json says of a call; the curve is thinned to at most 400 points."""
+    keep = max(1, len(run.curve) // 400)
+    last = {"validation": validate(run, pack), "step": run.step, "tokens": run.tokens, "seconds": run.seconds,
+            "tokens_per_s": (run.tokens - first) / max(budget, 1e-9), "calls_left": args.calls_left - 1}
+    epochs = {name: share * run.tokens / len(pack.train[name]) for name, share in run.shares.items()}
+    memory = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
+    return {"last": last, "args": vars(args), "shares": run.shares, "epochs": epochs, "peak_bytes": memory,
+            "history": history, "curve": run.curve[::keep] + run.curve[-1:]}
+
+
+def write_json(path: Path, value) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, default=str))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    cuda = torch.cuda.is_available()
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--pack", type=Path, required=True, help="folder of index.json and *.u16.xz")
+    p.add_argument("--bench", action="store_true", help="compare speeds and learning rates, write bench.json")
+    p.add_argument("--train", action="store_true")
+    p.add_argument("--out", default=os.environ.get("OUT", "data/pretrain/out"))
+    p.add_argument("--state", default="/root/dd_state" if cuda else "data/pretrain/state")
+    p.add_argument("--device", default="cuda" if cuda else "cpu")
+    p.add_argument("--resume", action="store_true", help="continue from the state on this machine's disk")
+    p.add_argument("--init-from", default="", help="folder of exported weights; fresh optimizer")
+    for name, default, note in (
+        ("minutes", 9.2, "of this call, all included"), ("reserve", 45.0, "seconds kept for saving and evaluation"),
+        ("lr", 4e-3, "AdamW peak"), ("muon-lr", 1e-2, "Muon peak"), ("weight-decay", 0.1, "matrices"),
+        ("warmup", 10.0, "seconds"), ("decay", 0.3, "share of all training time"), ("balance", 0.01, "coefficient"),
+        ("z", 0.001, "coefficient"), ("dropout", 0.0, "rate"), ("planned-tokens", 1.2e9, "for the cap on epochs"), ("power", 0.5, "mixture"),
+        ("epochs", 12.0, "at most, natural domains"), ("synthetic", 0.06, "share"), ("report", 30.0, "seconds"),
+        ("save-every", 120.0, "seconds"), ("bench-seconds", 240.0, "of the whole bench call"),
+        ("probe-seconds", 20.0, "per learning rate"),
+    ):
+        p.add_argument(f"--{name}", type=float, default=default, help=f"{note} (default {default:g})")
+    for name, default in (("calls-left", 1), ("batch", 128), ("length", 512), ("seed", 0), ("eval-tokens", 200_000)):
+        p.add_argument(f"--{name}", type=int, default=default)
+    p.add_argument("--optimizer", default="muon", choices=("adamw", "muon"))
+    p.add_argument("--experts", default="dense", choices=("dense", "sparse"))
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
+    p.add_argument("--model", default="{}", help="JSON: changes of the configuration (tests)")
+    p.add_argument("--shares", default="{}", help="JSON: domain -> share, over the default mixture")
+    p.add_argument("--variants", default="dense:128x512,dense:256x512,sparse:128x512,sparse:256x512")
+    p.add_argument("--recipes", default="muon:1e-2,adamw:4e-3,muon:2e-2,muon:5e-3,muon:1e-2:weight_decay=0.5",
+                   help="optimizer:rate[:option=value ...], comma separated")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    args = parser().parse_args(argv)
+    if args.bench == args.train:
+        raise SystemExit("give one of --bench and --train")
+    for key, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(key, str(Path(args.state).resolve() / folder))
+    torch.set_float32_matmul_precision("high")
+    pack, out = data.read(args.pack), Path(args.out)
+    if args.bench:
+        from dualdeadline.pretrain import bench
+
+        bench.run(args, pack, out)
+        return
+    train(args, pack, out)
+    from dualdeadline.pretrain import evaluate
+
+    evaluate.main(out / "model", pack, out / "records.json", args)
+
+
+if __name__ == "__main__":
+    main()
