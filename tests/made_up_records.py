@@ -10,11 +10,12 @@ PREDICTORS = ("random popularity previous_layer previous_token transition probe 
 
 
 def write(workspace) -> None:
-    """Records of stages 02, 04, 05 and 90 whose values follow from their keys by plain arithmetic."""
+    """Records of stages 02, 04, 05, 12 and 90 whose values follow from their keys by plain arithmetic."""
     traces(workspace)
     evaluation(workspace)
     replay(workspace)
     model(workspace)
+    runs(workspace)
 
 
 def _recorder(stage, workspace, **scope):
@@ -70,4 +71,10 @@ def model(workspace) -> None:
     rows = _recorder("90_pilot_model", workspace)
     for place, domain in enumerate(("python", "prose", "technical")):
         rows.add("pilot-olmoe", "bits_per_byte", 1.2 + place / 10, "bits per byte", "measured", n=200, domain=domain)
+    rows.write()
+
+
+def runs(workspace) -> None:
+    rows = _recorder("12_paper", workspace, profile=workspace.profile)
+    rows.add("02_traces", "run_minutes", 2.5, "min", "measured")
     rows.write()

@@ -64,6 +64,10 @@ def _look(name: str) -> tuple[str, str, str]:
     key = snake(name)
     if key in LOOKS:
         return LOOKS[key]
+    family = max((known for known in LOOKS if key.startswith(f"{known}_")), key=len, default=None)
+    if family:  # a variant such as shared_mlp_128: its family's colour, another dash
+        text, shade, _ = LOOKS[family]
+        return f"{text}, {key[len(family) + 1:].replace('_', ' ')}", shade, DOTTED
     # a predictor added in one file gets a stable look without an edit here
     place = int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(SPARE)
     return str(name).replace("_", " "), SPARE[place], "-."

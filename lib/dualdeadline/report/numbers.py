@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from dualdeadline import manifest, paths
-from dualdeadline.report import latex, published, text, verdicts
+from dualdeadline.report import latex, published, runtime, text, verdicts
 from dualdeadline.report.tables import rows_of
 
 BUDGET, SLOTS = 8, 32  # of the headline numbers: as many experts as are routed, and half of the experts
@@ -24,7 +24,8 @@ class Number:
 
 def every(workspace: paths.Workspace) -> list[Number]:
     """All of them, in a fixed order."""
-    return [*_protocol(), *_model(), *_recall(workspace), *_cache(workspace), *_verdicts(workspace), _commit(workspace)]
+    return [*_protocol(), *_model(), *_recall(workspace), *_cache(workspace), *_verdicts(workspace),
+            *_run(workspace), _commit(workspace)]
 
 
 def by_name(workspace: paths.Workspace) -> dict[str, str]:
@@ -89,6 +90,12 @@ def _verdicts(workspace: paths.Workspace) -> list[Number]:
         said += [Number(f"verdict_{name.lower()}", verdicts.verdict_of(lines), source),
                  Number(f"comparisons_{name.lower()}", verdicts.count_supported(lines), source)]
     return [*said, Number("open_hypotheses", ", ".join(unanswered) or "none", "data_manifests/protocol.yaml")]
+
+
+def _run(workspace: paths.Workspace) -> list[Number]:
+    made = runtime.minutes(workspace)
+    said = {"run_minutes": text.value(made.rows["median"].sum(), digits=1), "run_machine": runtime.hardware(made.rows)}
+    return [Number(name, value, latex.made_by(made.rows)) for name, value in said.items()]
 
 
 def _commit(workspace: paths.Workspace) -> Number:

@@ -21,6 +21,8 @@ with a learned low-rank correction {recall_residual_gate} ({recall_conditions}).
 a cache of {cache_slots} of {model_e} experts misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with
 {cache_slots} slots per layer hits {hit_lru}, the optimum {hit_belady} ({hit_conditions}). Whether a second deadline
 pays on a GPU (H1): **{verdict_h1}**.
+
+**Time.** All of it runs again on {run_machine} in {run_minutes} minutes.
 """
 
 

@@ -39,11 +39,12 @@ def minutes(workspace: paths.Workspace) -> Table:
     rows = rows[rows["scope.profile"] == workspace.profile]
     lines = [[name, text.value(value, digits=1)] for name, value in zip(rows["variant"], rows["median"], strict=True)]
     lines.append(["all of these", text.value(rows["median"].sum(), digits=1)])
-    caption = f"Measured run time of the {workspace.profile} profile on {_hardware(rows)}, installation not included."
+    caption = f"Measured run time of the {workspace.profile} profile on {hardware(rows)}, installation not included."
     return Table("minutes", caption, pd.DataFrame(lines, columns=["stage", "minutes"]), rows)
 
 
-def _hardware(rows: pd.DataFrame) -> str:
+def hardware(rows: pd.DataFrame) -> str:
+    """Cores, processor and memory of the machine behind some rows; its id where it is not described."""
     name = rows["machine"].iloc[0]
     entry = machine.known().get(name)
     return f"{entry['cores']} cores of {entry['cpu']}, {entry['memory_gib']} GiB" if entry else name
