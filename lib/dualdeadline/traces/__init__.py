@@ -5,6 +5,10 @@
 
 from dualdeadline.traces.collection import collect
 from dualdeadline.traces.sampling import Sampling
+from dualdeadline.traces.statistics import chance_reuse, check_capture, expert_load, overhead, repetition, reuse
 from dualdeadline.traces.store import Trace, TraceStore
 
-__all__ = ["Sampling", "Trace", "TraceStore", "collect"]
+__all__ = [
+    "Sampling", "Trace", "TraceStore", "chance_reuse", "check_capture", "collect", "expert_load", "overhead",
+    "repetition", "reuse",
+]

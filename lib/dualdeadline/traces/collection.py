@@ -98,7 +98,7 @@ def _prepare(model, tokenizer, out: Path, new_tokens: int, sampling: Sampling | 
     manifest.write_text(out / store.META, json.dumps(meta, indent=1) + "\n")
     if not resume:
         (out / store.INDEX).unlink(missing_ok=True)
-    stops, pad = _special_tokens(model, tokenizer)
+    stops, pad = special_tokens(model, tokenizer)
     return Collection(model, spec, out, meta, new_tokens, sampling, stops, pad, rows)
 
 
@@ -126,7 +126,7 @@ def fingerprint(model) -> str:
     return manifest.sha256("\n".join(parts))[:16]
 
 
-def _special_tokens(model, tokenizer) -> tuple[set[int], int]:
+def special_tokens(model, tokenizer) -> tuple[set[int], int]:
     """End-of-text ids and the id to pad with."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = found if isinstance(found, list) else [found]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from dualdeadline.models import MoESpec
 from dualdeadline.traces.capture import Capture
@@ -23,6 +24,33 @@ class Decoded:
     finish: str
 
 
+class Roomy(DynamicLayer):
+    """A layer's keys and values [N,heads,tokens,width] with room for more.
+
+    The stock layer joins old and new into a fresh tensor at every step, which at the pilot's size is the
+    largest single cost of decoding.
+    """
+
+    def __init__(self, full: DynamicLayer, room: int):
+        super().__init__()
+        self.lazy_initialization(full.keys, full.values)
+        self._stores = []
+        for name in ("keys", "values"):
+            old = getattr(full, name)
+            store = old.new_empty((*old.shape[:2], old.shape[2] + room, old.shape[3]))
+            store[:, :, : old.shape[2]] = old
+            self._stores.append(store)
+            setattr(self, name, store[:, :, : old.shape[2]])
+
+    def update(self, key_states, value_states, *_, **__):
+        """Append in place; the two views returned hold everything so far."""
+        start, more = self.keys.shape[2], key_states.shape[2]
+        for store, new in zip(self._stores, (key_states, value_states), strict=True):
+            store[:, :, start : start + more] = new
+        self.keys, self.values = (store[:, :, : start + more] for store in self._stores)
+        return self.keys, self.values
+
+
 class Session:
     """A batch of prompts in flight: prefill on construction, then one token per row and `step`.
 
@@ -30,9 +58,10 @@ class Session:
         model: transformers causal language model.
         prompts: N lists of token ids.
         pad: token id that fills the left side; masked, so any id will do.
+        steps: the most steps that will be made.
     """
 
-    def __init__(self, model, prompts: list[list[int]], pad: int):
+    def __init__(self, model, prompts: list[list[int]], pad: int, steps: int):
         self.model, self.device = model, model.device
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=self.device)
@@ -46,6 +75,10 @@ class Session:
         self.extra = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self.cache, self.next_position = None, lengths[:, None]
         self.logits = self._forward(ids, positions)
+        layers = getattr(self.cache, "layers", [])
+        for place, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:  # sliding and recurrent layers do not grow
+                layers[place] = Roomy(layer, steps)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self.model(
@@ -76,7 +109,7 @@ def decode(
         prompts, names: token ids and prompt ids, one per row.
         stops: end-of-text tokens; they are never fed, so they have no row in the trace.
     """
-    session = Session(model, prompts, pad)
+    session = Session(model, prompts, pad, new_tokens)
     keys = np.array([sampling.key(name) for name in names], dtype=np.uint64) if sampling else None
     lengths = torch.full((len(prompts),), new_tokens)
     fed: list[torch.Tensor] = []
