@@ -25,7 +25,6 @@ STUDY := $(BIN)/python -m dualdeadline.study
 study: .venv
 	@$(STUDY) run --profile '$(PROFILE)' --only '$(ONLY)' --from '$(FROM)' --grid '$(GRID)' \
 		--scheduler '$(SCHEDULER)' $(if $(FORCE),--force)
-	@if [ '$(PROFILE)' = pilot ] && command -v latexmk >/dev/null; then $(MAKE) --no-print-directory paper; fi
 
 test: .venv
 	@$(BIN)/python -m pytest $(TESTS)

@@ -1,7 +1,8 @@
 """Make the environment: python lib/install.py [folder, default .venv].
 
-Standard library only, and syntax that an old Python can read, so that it can say that it is too old. Does nothing
-when the environment is there and made from the same lock; a stamp is written last, so a killed run is redone.
+Standard library only, and syntax that an old Python can read, so that it can say that it is too old. Does
+nothing when the environment is there and made from the same lock; a stamp is written last, so a killed run is
+redone.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ def check_python(version):
 
 
 def fingerprint():
-    """What the environment depends on: lock, constraints, package metadata, Python, and where the checkout lies."""
+    """What the environment depends on: lock, constraints, package metadata, and where the checkout lies."""
     digest = hashlib.sha256(LIB.encode())
     for name in ("requirements.lock", "constraints-cuda.txt", "pyproject.toml", "install.py"):
         with open(os.path.join(LIB, name), "rb") as handle:
@@ -49,7 +50,8 @@ def create(folder):
     """A virtual environment in `folder`; one whose Python no longer runs is replaced."""
     python = os.path.join(folder, "bin", "python")
     if os.path.exists(python):
-        if subprocess.call([python, "-m", "pip", "--version"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        if subprocess.call([python, "-m", "pip", "--version"], **quiet) == 0:
             return python
         shutil.rmtree(folder)
     if subprocess.call([sys.executable, "-m", "venv", folder]) != 0:
@@ -61,13 +63,14 @@ def create(folder):
 
 def can_compile(python):
     """Whether a C compiler and the headers of `python` are there."""
-    include = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"])
+    ask = "import sysconfig; print(sysconfig.get_path('include'))"
+    include = subprocess.check_output([python, "-c", ask])
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     return compiler is not None and os.path.exists(os.path.join(include.decode().strip(), "Python.h"))
 
 
 def without_compiler(lock):
-    """Lines of the lock that install without a compiler, and the requirement to add without its dependencies."""
+    """Lines of the lock that install without a compiler, and what to add without its dependencies."""
     named = [(re.split("[=;@ ]", line)[0].lower(), line) for line in lock.splitlines()]
     rest = [line for name, line in named if name not in NEEDS_COMPILER]
     return "\n".join(rest) + "\n", [line for name, line in named if name == NEEDS_COMPILER[1]]
@@ -90,13 +93,14 @@ def install(python, folder):
         run(pip + ["--no-deps"] + alone)
     run(pip + ["--no-deps", "--no-build-isolation", "--quiet", "-e", LIB])
     # the notebooks' header says display name python3; JupyterLab writes the kernel's own name on saving
-    run([python, "-m", "ipykernel", "install", "--sys-prefix", "--name", "python3", "--display-name", "python3"])
+    kernel = ["--sys-prefix", "--name", "python3", "--display-name", "python3"]
+    run([python, "-m", "ipykernel", "install"] + kernel)
 
 
 def run(command):
     """Run a command; if it fails, stop with what to do."""
     if subprocess.call(command) != 0:
-        sys.exit("Failed: %s\nWhat is there is kept; the same make command goes on from here." % " ".join(command))
+        sys.exit("Failed: %s\nWhat is there is kept; the same make command goes on." % " ".join(command))
 
 
 def main(folder):

@@ -62,9 +62,10 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 def read_jsonl(path: Path) -> list[dict]:
     """Rows of a JSON-lines file; a broken line is named by number."""
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines: it also breaks at U+0085 and U+2028, which JSON leaves as they are inside a string
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
         try:
-            rows.append(json.loads(line))
+            rows += [json.loads(line)] if line else []
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}); restore it with git checkout") from None
     return rows

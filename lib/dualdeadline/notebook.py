@@ -1,7 +1,7 @@
 """Notebooks as text: read, check parameters, build, and put the outputs of a run beside the text.
 
-The `py:percent` file is the source. The paired `.ipynb` is always made from it, in this one direction, with cell
-ids that depend on the cells alone, so that two builds of the same text are the same bytes.
+The `py:percent` file is the source. The paired `.ipynb` is always made from it, in this one direction, with
+cell ids that depend on the cells alone, so that two builds of the same text are the same bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load(path: Path) -> NotebookNode:
         cell.id = manifest.sha256(f"{path.stem}\0{text}\0{seen[text]}")[:12]
         seen[text] += 1
     notebook.metadata.language_info = {"name": "python"}
-    notebook.metadata.dualdeadline = {"generated": f"from {path.name} by `make notebooks`; edit the text file"}
+    notebook.metadata.dualdeadline = {"generated": f"from {path.name} by `make notebooks`; edit that text"}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
@@ -63,7 +63,7 @@ def parameters(notebook: NotebookNode, stage: str) -> dict[str, object]:
     """Name -> default of the one cell tagged `parameters`.
 
     Raises:
-        ValueError: no such cell or several, anything but `name = literal`, or a default without a type (None).
+        ValueError: no such cell or several, anything but `name = literal`, or None (it has no useful type).
     """
     cells = [cell for cell in notebook.cells if "parameters" in tags(cell)]
     if len(cells) != 1:
@@ -74,9 +74,10 @@ def parameters(notebook: NotebookNode, stage: str) -> dict[str, object]:
             (target,) = node.targets
             found[target.id] = ast.literal_eval(node.value)
         except (AttributeError, ValueError):
-            raise ValueError(f"{stage}: `{ast.unparse(node)}` in the parameters cell; needed: name = literal") from None
+            got = ast.unparse(node)
+            raise ValueError(f"{stage}: `{got}` in the parameters cell; needed: name = literal") from None
         if found[target.id] is None:
-            raise ValueError(f"{stage}: parameter {target.id} has the default None; needed: a value with a type")
+            raise ValueError(f"{stage}: {target.id} has the default None; needed: a value with a type")
     return found
 
 
@@ -91,8 +92,8 @@ def resolve(stage: str, declared: dict, given: dict) -> dict:
         if name not in declared:
             raise ValueError(f"{stage} has no parameter {name!r}; it has: {', '.join(declared) or 'none'}")
         if not _fits(value, declared[name]):
-            raise ValueError(f"{stage}: {name} = {value!r} is {_kind(value)}; needed: {_kind(declared[name])}, "
-                             f"such as the default {declared[name]!r}")
+            needed = f"{_kind(declared[name])}, such as the default {declared[name]!r}"
+            raise ValueError(f"{stage}: {name} = {value!r} is {_kind(value)}; needed: {needed}")
     return {name: _like(given.get(name, default), default) for name, default in declared.items()}
 
 
@@ -101,12 +102,13 @@ def _fits(value, default) -> bool:
         return type(value) in (int, float)
     if isinstance(default, (list, tuple)):
         # an empty default fixes no element type
-        return isinstance(value, (list, tuple)) and (not default or all(_fits(item, default[0]) for item in value))
+        same = not default or (isinstance(value, (list, tuple)) and all(_fits(item, default[0]) for item in value))
+        return isinstance(value, (list, tuple)) and same
     return type(value) is type(default)
 
 
 def _like(value, default):
-    """A list for a tuple and an int for a float, written as the default is, so that equal values hash equally."""
+    """The value in the type of the default (list or tuple, int or float), so that equal values hash equally."""
     if isinstance(default, (list, tuple)):
         return type(default)(_like(item, default[0]) if default else item for item in value)
     return float(value) if isinstance(default, float) else value
@@ -125,7 +127,7 @@ def with_outputs(source: NotebookNode, executed: NotebookNode, stage: str) -> No
     """
     ran = [cell for cell in executed.cells if "injected-parameters" not in tags(cell)]
     if [cell.source for cell in ran] != [cell.source for cell in source.cells]:
-        raise ValueError(f"{stage}: the executed run is of another text; run `make study ONLY={stage[:2]}` first")
+        raise ValueError(f"{stage}: the executed run is of another text; needed: make study ONLY={stage[:2]}")
     count = 0
     for cell, run in zip(source.cells, ran, strict=True):
         if cell.cell_type == "code":
@@ -145,7 +147,8 @@ def _numbered(output: NotebookNode, count: int) -> NotebookNode:
 def _clean(output: NotebookNode, where: str) -> NotebookNode | None:
     """One output without paths of this machine; None for progress bars and warnings (standard error)."""
     if output.output_type == "stream":
-        return None if output.name == "stderr" else nbformat.v4.new_output("stream", text=_neutral(output.text))
+        text = _neutral(output.text)
+        return None if output.name == "stderr" else nbformat.v4.new_output("stream", text=text)
     if output.output_type == "error":
         raise ValueError(f"{where}: the run failed with {output.ename}; only whole runs are published")
     data = {kind: output.data[kind] for kind in KEPT_TYPES if kind in output.data}
@@ -173,7 +176,7 @@ def _small_png(data: str, where: str) -> str:
         Image.open(io.BytesIO(raw)).convert("RGB").quantize(256).save(buffer, "PNG", optimize=True)
         raw = buffer.getvalue()
     if len(raw) > PNG_LIMIT_BYTES:
-        raise ValueError(f"{where}: a picture of {len(raw)} bytes; needed: at most {PNG_LIMIT_BYTES} (lower its dpi)")
+        raise ValueError(f"{where}: a picture of {len(raw)} bytes; needed: {PNG_LIMIT_BYTES} or less (lower its dpi)")
     return base64.b64encode(raw).decode() + "\n"
 
 
@@ -207,4 +210,5 @@ def read(path: Path) -> NotebookNode:
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:
-        raise ValueError(f"{path}: not a whole notebook ({type(error).__name__}); remove it and run again") from None
+        what = type(error).__name__
+        raise ValueError(f"{path}: not a whole notebook ({what}); remove it and run again") from None

@@ -11,30 +11,37 @@ from pathlib import Path
 from dualdeadline import manifest, notebook, paths
 
 MANIFESTS = ("data_manifests/models.yaml", "data_manifests/protocol.yaml")
+SHOWN = ("records/*", "data_manifests/machines.yaml", *MANIFESTS)
+FITTED = ("traces/**/*", "scores/**/*")
 PILOT = "lib/dualdeadline/pilot/**/*"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage reads and makes, as globs: `traces/`, `scores/`, `records/` lie in the workspace, others in ROOT."""
+    """What a stage reads and makes, as globs.
+
+    `traces/`, `scores/`, `records/`, `figures/` and `generated/` lie in the workspace, all else below ROOT.
+    """
 
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
-    shows: bool = False  # shows the results of the others: runs after them
+    shows: int = 0  # above 0: shows the results of the stages with a smaller number, and runs after them
 
 
 STAGES = {
-    "00_map": Stage(reads=("records/*", *MANIFESTS), shows=True),
+    "00_map": Stage(reads=SHOWN, shows=2),
     "01_corpus": Stage(reads=MANIFESTS[:1], makes=("data_manifests/corpora/*",)),
     "02_traces": Stage(reads=("data_manifests/corpora/*", MANIFESTS[0], PILOT), makes=("traces/**/*",)),
     "03_predictors": Stage(reads=("traces/**/*", *MANIFESTS), makes=("scores/**/*",)),
-    "04_evaluation": Stage(reads=("traces/**/*", "scores/**/*", *MANIFESTS), makes=("records/04_evaluation.csv",)),
-    "05_replay": Stage(reads=("traces/**/*", "scores/**/*", *MANIFESTS), makes=("records/05_replay.csv",)),
-    "12_paper": Stage(reads=("records/*", "figures/*", *MANIFESTS), makes=("generated/*",), shows=True),
+    "04_evaluation": Stage(reads=(*FITTED, *MANIFESTS), makes=("records/04_evaluation.csv",)),
+    "05_replay": Stage(reads=(*FITTED, *MANIFESTS, "data_manifests/published_olmoe.json"),
+                       makes=("records/05_replay.csv",)),
+    "12_paper": Stage(reads=(*SHOWN, "figures/*", "paper/*.tex", "paper/*.bib"), makes=("generated/*",),
+                      shows=1),
     "90_pilot_model": Stage(reads=("records/90_*", PILOT)),
 }
 # a stage that is not in the table reads whatever an earlier one may have made
-UNKNOWN = Stage(reads=("data_manifests/corpora/*", *MANIFESTS, PILOT, "traces/**/*", "scores/**/*"))
+UNKNOWN = Stage(reads=("data_manifests/corpora/*", *MANIFESTS, PILOT, *FITTED))
 
 
 class Stamp:
@@ -49,6 +56,7 @@ class Stamp:
 
     def __init__(self, stage: str, name: str, text: Path, parameters: dict, workspace: paths.Workspace):
         self.path = workspace.runs / f"{name}.json"
+        self.own = workspace.records / f"{stage}.csv"
         self.stage, self.text, self.workspace = STAGES.get(stage, UNKNOWN), text, workspace
         # where a sweep is computed does not change its result
         self.parameters = {key: value for key, value in parameters.items() if key != "scheduler"}
@@ -60,7 +68,7 @@ class Stamp:
             "parameters": manifest.sha256(json.dumps(self.parameters, sort_keys=True)),
             "code": code_hash(self.text),
             "environment": manifest.file_sha256(paths.LIB / "requirements.lock"),
-            "inputs": manifest.sha256(json.dumps(self._state(self.stage.reads), sort_keys=True)),
+            "inputs": manifest.sha256(json.dumps(self._inputs(), sort_keys=True)),
         }
 
     def stale(self) -> str | None:
@@ -87,6 +95,11 @@ class Stamp:
         stamp = {"key": key, "outputs": self._state(self.stage.makes)}
         manifest.write_text(self.path, json.dumps(stamp, indent=1, sort_keys=True) + "\n")
 
+    def _inputs(self) -> dict[str, object]:
+        state = self._state(self.stage.reads)
+        state.pop(str(self.own), None)  # what a stage writes is no reason to run it again
+        return state
+
     def _state(self, globs: tuple[str, ...]) -> dict[str, object]:
         """Path -> size and time of data files, or content hash of files that git may rewrite."""
         state = {}
@@ -98,20 +111,28 @@ class Stamp:
             for path in sorted(folder.glob(pattern)):
                 if path.is_file() and not path.name.startswith(".") and "__pycache__" not in path.parts:
                     status = path.stat()
-                    state[str(path)] = ([status.st_size, status.st_mtime_ns] if bulky else manifest.file_sha256(path))
+                    seen = [status.st_size, status.st_mtime_ns] if bulky else manifest.file_sha256(path)
+                    state[str(path)] = seen
         return state
 
 
 def code_hash(text: Path) -> str:
     """Hash over the sources of the project's modules that a notebook imports, directly or not."""
+    found = closure(_imports(notebook.code(notebook.load(text)), ""))
+    lines = [f"{path.relative_to(paths.LIB)}:{manifest.file_sha256(path)}" for path in sorted(found)]
+    return manifest.sha256("\n".join(lines))
+
+
+def closure(names: set[str]) -> set[Path]:
+    """Source files behind dotted names and all that those import in turn."""
     found: set[Path] = set()
-    queue = list(_imports(notebook.code(notebook.load(text)), ""))
+    queue = list(names)
     while queue:
         for path in _files(queue.pop()):
             if path not in found:
                 found.add(path)
                 queue.extend(_module_imports(path))
-    return manifest.sha256("".join(f"{path.name}:{manifest.file_sha256(path)}\n" for path in sorted(found)))
+    return found
 
 
 @cache

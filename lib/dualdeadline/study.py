@@ -1,8 +1,8 @@
 """Run the study: python -m dualdeadline.study [run | list | build | publish].
 
-Each stage is a notebook `NN_name.py`. `run` gives it its profile's parameters, executes it with papermill in a fresh
-kernel, keeps the executed copy under `data/<profile>/runs`, and leaves a stamp. A stage whose text, parameters, code,
-environment and inputs equal its stamp, and whose outputs lie as it left them, is skipped.
+Each stage is a notebook `NN_name.py`. `run` gives it its profile's parameters, executes it with papermill in
+a fresh kernel, keeps the executed copy under `data/<profile>/runs`, and leaves a stamp. A stage whose text,
+parameters, code, environment and inputs equal its stamp, and whose outputs lie as it left them, is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Run:
     stage: str
     text: Path
     parameters: dict
-    changed: dict = field(default_factory=dict)  # what differs from the defaults: papermill injects only these
+    changed: dict = field(default_factory=dict)  # from the defaults: papermill injects only these
     label: str = ""
 
     @property
@@ -56,7 +56,7 @@ def profile(name: str, folder: Path = paths.NOTEBOOKS) -> dict[str, dict]:
     except yaml.YAMLError as error:
         raise StudyError(f"{path} is no YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(value, dict | None) for value in found.values()):
-        raise StudyError(f"{path}: got {type(found).__name__}; needed: a mapping of stages to mappings of parameters")
+        raise StudyError(f"{path}: got a {type(found).__name__}; needed: stage -> parameters")
     return {stage: values or {} for stage, values in found.items()}
 
 
@@ -66,7 +66,7 @@ def grid(text: str) -> list[dict]:
     for part in text.split():
         name, equals, values = part.partition("=")
         if not (name and equals and values) or name in axes:
-            raise StudyError(f"GRID has {part!r}; needed: name=value,value with each name once, such as seed=0,1,2")
+            raise StudyError(f"GRID has {part!r}; needed: name=value,value, each name once")
         axes[name] = [yaml.safe_load(value) for value in values.split(",")]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -92,11 +92,13 @@ def ordered(stages: list[str]) -> list[str]:
     return sorted(stages, key=_shows)
 
 
-def plan(name: str, folder: Path = paths.NOTEBOOKS, only="", first="", combinations="", scheduler="") -> list[Run]:
+def plan(
+    name: str, folder: Path = paths.NOTEBOOKS, only="", first="", combinations="", scheduler=""
+) -> list[Run]:
     """Every run that the command asks for, with checked parameters, before the first one starts.
 
     Raises:
-        StudyError: unknown profile, stage or parameter, a value of the wrong type, a grid axis that no stage has.
+        StudyError: unknown profile, stage or parameter, a value of the wrong type, an axis that no stage has.
     """
     texts = notebook.sources(folder)
     given = profile(name, folder)
@@ -113,13 +115,14 @@ def plan(name: str, folder: Path = paths.NOTEBOOKS, only="", first="", combinati
         shared = {"profile": name} | combination | ({"scheduler": scheduler} if scheduler else {})
         for stage in chosen:
             own = {key: value for key, value in shared.items() if key in declared[stage]}
-            runs.append(_run(stage, texts[stage], declared[stage], given.get(stage, {}), own, set(combination)))
+            values = given.get(stage, {})
+            runs.append(_run(stage, texts[stage], declared[stage], values, own, set(combination)))
     # a stage without the axis comes again in every combination: its stamp says whether its inputs changed
     return sorted(runs, key=lambda run: _shows(run.stage))
 
 
-def _shows(stage: str) -> bool:
-    return stage in STAGES and STAGES[stage].shows
+def _shows(stage: str) -> int:
+    return STAGES[stage].shows if stage in STAGES else 0
 
 
 def _run(stage: str, text: Path, declared: dict, given: dict, own: dict, axes: set) -> Run:
@@ -143,9 +146,10 @@ def execute(run: Run, workspace: paths.Workspace, bar) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         papermill.execute_notebook(
-            notebook.load(run.text), target, parameters=run.changed, kernel_name="python3", cwd=run.text.parent,
+            notebook.load(run.text), target, parameters=run.changed, kernel_name="python3",
+            cwd=run.text.parent,
             progress_bar=False, extra_arguments=["--log-level=ERROR"],
-            on_cell_start=lambda cell, cell_index: bar.set_postfix_str(f"{run.name} cell {cell_index}"),
+            on_cell_start=lambda cell, cell_index: bar.set_postfix_str(f"{run.name} cell {cell_index + 1}"),
             on_cell_executed=lambda cell, cell_index, execute_reply: bar.update(),
         )
     except papermill.PapermillExecutionError as error:
@@ -153,21 +157,22 @@ def execute(run: Run, workspace: paths.Workspace, bar) -> None:
             raise KeyboardInterrupt from None
         raise StudyError(_failure(run, target, error)) from None
     except DeadKernelError:
-        raise StudyError(f"{run.text.name}: its kernel died, most often for lack of memory (4 GB are enough for "
-                         f"the pilot). The run so far: {target}") from None
+        raise StudyError(f"{run.text.name}: its kernel died, most often for lack of memory "
+                         f"(4 GB are enough for the pilot). The run so far: {target}") from None
 
 
 def _failure(run: Run, target: Path, error) -> str:
-    place = error.cell_index + (0 if run.changed else 1)  # counted from 1; the injected cell is not in the text
+    place = error.cell_index + (0 if run.changed else 1)  # from 1; the injected cell is not in the text
     source = "\n".join("    " + line for line in error.source.strip().splitlines()[:12])
     return (f"{run.text.name}, cell {place} failed:\n{source}\n{error.ename}: {error.evalue}\n"
-            f"Whole traceback in {target}. What was collected is kept; the same command goes on from this stage.")
+            f"Whole traceback in {target}.\n"
+            "What was collected is kept; the same command goes on from this stage.")
 
 
 def environment() -> None:
     """What every kernel inherits: this environment's kernel, fixed hashing, quiet libraries."""
-    os.environ |= {"PYTHONHASHSEED": "0", "JUPYTER_PREFER_ENV_PATH": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-                   "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"PYTHONHASHSEED": "0", "JUPYTER_PREFER_ENV_PATH": "1", "TOKENIZERS_PARALLELISM": "false",
+                   "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     # another kernel called python3, or a backend that draws nothing, would come from these
     for name in ("JUPYTER_PATH", "MPLBACKEND"):
         os.environ.pop(name, None)
@@ -213,7 +218,8 @@ def build(folder: Path = paths.NOTEBOOKS) -> None:
 def publish(folder: Path = paths.NOTEBOOKS) -> None:
     """Put the executed pilot runs beside their texts, cleaned of what differs from run to run."""
     runs = paths.Workspace("pilot").runs
-    found = {stage: runs / f"{stage}.ipynb" for stage in notebook.sources(folder) if (runs / f"{stage}.ipynb").exists()}
+    executed = {stage: runs / f"{stage}.ipynb" for stage in notebook.sources(folder)}
+    found = {stage: path for stage, path in executed.items() if path.exists()}
     if not found:
         raise StudyError(f"no executed runs in {runs}; needed: make study")
     for stage, path in found.items():
@@ -231,7 +237,8 @@ def show(runs: list[Run], workspace: paths.Workspace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="python -m dualdeadline.study", description="Run the study's notebooks.")
+    """The command line: run, list, build, publish."""
+    root = argparse.ArgumentParser(prog="python -m dualdeadline.study", description=__doc__.split("\n")[0])
     commands = root.add_subparsers(dest="command", required=True)
     for name, text in (("run", "run what is not up to date"), ("list", "what would run")):
         command = commands.add_parser(name, help=text)
@@ -265,7 +272,7 @@ def main(arguments: list[str] | None = None, folder: Path = paths.NOTEBOOKS) -> 
         print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted. What was collected is kept; the same command goes on from there.", file=sys.stderr)
+        print("\nInterrupted. What was collected is kept; the same command resumes.", file=sys.stderr)
         return 130
     return 0
 

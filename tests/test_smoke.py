@@ -1,0 +1,66 @@
+"""The whole study in its smallest size, and the published notebooks checked cell by cell on its data.
+
+Slow (minutes). The cells tagged `nbval-check-output` print what is equal in every profile, so their published
+(pilot) outputs must come out of a smoke run too.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dualdeadline import notebook, paths, study
+
+# the runner moves the stages that show the others' results to the end
+ORDER = study.ordered(list(notebook.sources()))
+TRACKED = ("data_manifests", "figures", "paper", "notebooks", "README.md")
+
+
+def git_state():
+    """Changes of tracked and unignored files, or None outside git."""
+    done = subprocess.run(["git", "status", "--porcelain", "--", *TRACKED], cwd=paths.ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Environment of a finished smoke run, and what the runner said."""
+    environment = os.environ | {"DUALDEADLINE_DATA": str(tmp_path_factory.mktemp("data")), "JUPYTER_PREFER_ENV_PATH": "1"}
+    before = git_state()
+    done = run_study(environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert git_state() == before, "the smoke run changed committed files"
+    return environment, done.stdout
+
+
+def run_study(environment):
+    return subprocess.run([sys.executable, "-m", "dualdeadline.study", "run", "--profile", "smoke"], env=environment,
+                          capture_output=True, text=True, timeout=1500)
+
+
+def test_every_stage_runs_and_leaves_its_copy(smoke):
+    environment, said = smoke
+    runs = os.path.join(environment["DUALDEADLINE_DATA"], "smoke", "runs")
+    assert {f"{stage}.ipynb" for stage in ORDER} <= set(os.listdir(runs))
+    assert {f"{stage}.json" for stage in ORDER} <= set(os.listdir(runs))
+    assert f"{len(ORDER)} of {len(ORDER)} stages ran" in said
+
+
+def test_second_run_skips_every_stage(smoke):
+    done = run_study(smoke[0])
+    assert done.returncode == 0 and f"0 of {len(ORDER)} stages ran" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_published_outputs_come_out_again(smoke, stage, tmp_path):
+    import papermill
+
+    (run,) = study.plan("smoke", only=stage)
+    copy = tmp_path / f"{stage}.ipynb"
+    papermill.execute_notebook(notebook.sources()[stage].with_suffix(".ipynb"), copy, parameters=run.changed,
+                               prepare_only=True, progress_bar=False)
+    checked = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=900", "-q", "-p", "no:cacheprovider",
+               f"--rootdir={tmp_path}", str(copy)]
+    done = subprocess.run(checked, cwd=tmp_path, env=smoke[0], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-6000:]
