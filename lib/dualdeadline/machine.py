@@ -53,12 +53,19 @@ def known() -> dict[str, dict]:
     return manifest.read_yaml("machines.yaml") if (paths.MANIFESTS / "machines.yaml").exists() else {}
 
 
-def register() -> str:
-    """Add this machine to `machines.yaml` if it is not there yet; its id."""
-    name = machine_id()
+def register(name: str | None = None, description: dict | None = None) -> str:
+    """Add a machine (default: this one) to `machines.yaml` if it is not there yet; its id.
+
+    Raises:
+        ValueError: the id is there with another description.
+    """
+    name, description = name or machine_id(), description or describe()
     entries = known()
     if name not in entries:
         path = paths.MANIFESTS / "machines.yaml"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        manifest.write_text(path, text + yaml.safe_dump({name: describe()}, sort_keys=False))
+        manifest.write_text(path, text + yaml.safe_dump({name: description}, sort_keys=False))
+    elif any(entries[name].get(key) != value for key, value in description.items()):
+        raise ValueError(f"{name} is in machines.yaml as {entries[name]}, the rows are from {description}; "
+                         "needed: another machine id")
     return name

@@ -58,9 +58,14 @@ class Recorder:
             raise ValueError(f"two rows with variant, metric and config {key}; a config key is missing")
         self.rows.append(row)
 
-    def write(self) -> pd.DataFrame:
-        """Replace this run's rows in the stage's file (under a lock, atomically); the new rows."""
-        new = pd.DataFrame([row | provenance() for row in self.rows], columns=FIELDS)
+    def write(self, made: dict | None = None) -> pd.DataFrame:
+        """Replace this run's rows in the stage's file (under a lock, atomically); the new rows.
+
+        Args:
+            made: provenance of rows measured elsewhere (see `import_rows`); default: of here and now.
+        """
+        made = made or provenance(describe=self.path.is_relative_to(paths.MANIFESTS))
+        new = pd.DataFrame([row | made for row in self.rows], columns=FIELDS)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = paths.DATA / "locks" / f"{self.path.stem}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +78,23 @@ class Recorder:
             with manifest.atomic(self.path) as temporary:
                 rows.to_csv(temporary, index=False, lineterminator="\n")
         return new
+
+
+def import_rows(stage, model, revision, workspace, rows, machine_id, description, versions, commit, time,
+                dirty="false", scope=None) -> pd.DataFrame:
+    """Write rows measured on another machine (a GPU without git, say), with the provenance given for them.
+
+    Args:
+        rows: keyword arguments of `Recorder.add`, with the config keys of a row under `config`.
+        machine_id, description: the machine's id and `machine.describe()` there; entered in `machines.yaml`.
+        versions, commit, time, dirty: as `provenance()` gives them there. scope: as in `Recorder`.
+    """
+    recorder = Recorder(stage, model, revision, workspace, scope)
+    for row in rows:
+        recorder.add(**{key: value for key, value in row.items() if key != "config"}, **row.get("config", {}))
+    made = {"machine": machine.register(machine_id, description), "versions": versions, "commit": commit,
+            "dirty": dirty, "manifest": manifest.fingerprint(), "time": time}
+    return recorder.write(made)
 
 
 def load(path) -> pd.DataFrame:
@@ -109,11 +131,15 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     return rows.reset_index(drop=True)
 
 
-def provenance() -> dict:
-    """Machine, versions, commit, dirty flag, manifest hash and UTC time of a row written now."""
+def provenance(describe: bool = True) -> dict:
+    """Machine, versions, commit, dirty flag, manifest hash and UTC time of a row written now.
+
+    `describe` enters this machine in `machines.yaml`; rows that are not committed leave that file alone.
+    """
     commit, dirty = _git()
     return {
-        "machine": machine.register(), "versions": _versions(), "commit": commit, "dirty": str(dirty).lower(),
+        "machine": machine.register() if describe else machine.machine_id(),
+        "versions": _versions(), "commit": commit, "dirty": str(dirty).lower(),
         "manifest": manifest.fingerprint(),
         "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

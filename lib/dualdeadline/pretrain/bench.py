@@ -25,8 +25,9 @@ def run(args, pack: data.Pack, out: Path) -> dict:
     for text in args.variants.split(","):
         # a variant must leave time for the probes
         if left() > args.bench_seconds / 3:
-            report["variants"].append(attempt(text, lambda text=text: speed(args, pack, device, text, forwards)))
-            keep(report, out, report["variants"][-1])
+            row = attempt(text, lambda text=text: speed(args, pack, device, text, forwards))
+            report["variants"].append(row)
+            keep(report, out, row)
     good = [row for row in report["variants"] if "tokens_per_s" in row]
     if not good:
         raise RuntimeError(f"no variant ran: {[row['error'] for row in report['variants']]}")
@@ -60,7 +61,8 @@ def variant(args, text: str, **changes) -> argparse.Namespace:
     """Command line with `experts:batchxlength` put in."""
     experts, _, size = text.partition(":")
     batch, length = (int(part) for part in size.split("x"))
-    return argparse.Namespace(**(vars(args) | {"experts": experts, "batch": batch, "length": length} | changes))
+    changes |= {"experts": experts, "batch": batch, "length": length}
+    return argparse.Namespace(**(vars(args) | changes))
 
 
 def speed(args, pack, device, text: str, forwards: dict) -> dict:
@@ -88,7 +90,7 @@ def speed(args, pack, device, text: str, forwards: dict) -> dict:
 
 
 def agreement(trial: Run, rows: int = 5000) -> dict:
-    """Relative distance of the sparse experts (output and gradients) from the dense ones in float32, same routes.
+    """Relative distance of the sparse experts from the dense ones in float32, same routes.
 
     Raises:
         ArithmeticError: further apart than bfloat16 explains.
@@ -101,8 +103,8 @@ def agreement(trial: Run, rows: int = 5000) -> dict:
     weights, *_, mask = model.route(x, p["router"].detach(), cfg.num_experts_per_tok, dtype)
     found = []
     for kind, at in ((sparse.Experts, dtype), (None, torch.float32)):
-        given = [value.detach().to(at).requires_grad_() for value in (x, weights.float(), p["gate_up"], p["down"])]
-        given[1] = weights.detach().float().requires_grad_()
+        given = [x.to(at), weights.float(), p["gate_up"].to(at), p["down"].to(at)]
+        given = [value.detach().clone().requires_grad_() for value in given]
         mine, share, gate_up, down = given
         out = (kind.apply(mine, share, mask, gate_up, down, cfg.num_experts_per_tok) if kind
                else model.dense_experts(mine, share, gate_up, down))
@@ -117,7 +119,7 @@ def agreement(trial: Run, rows: int = 5000) -> dict:
 
 
 def probe(args, pack, device, text: str, best: str, forwards: dict) -> dict:
-    """Train `optimizer:rate[:option=value ...]` for --probe-seconds with its own decay; validation bits per byte."""
+    """Train `optimizer:rate[:option=value ...]` for --probe-seconds with its own decay, then validate."""
     kind, value, *options = text.split(":")
     changes = {"lr" if kind == "adamw" else "muon_lr": float(value)}
     changes |= {key: float(number) for key, _, number in (option.partition("=") for option in options)}
@@ -128,6 +130,6 @@ def probe(args, pack, device, text: str, best: str, forwards: dict) -> dict:
     loop(trial, args.probe_seconds, args.probe_seconds)
     found = validate(trial, pack)
     last = trial.curve[-1]
-    return {"macro": round(found["macro"], 4), "steps": trial.step, "tokens": trial.tokens, "nats": last["nats"],
-            "least": last["least"], "most": last["most"], "balance": last["balance"],
+    return {"macro": round(found["macro"], 4), "steps": trial.step, "tokens": trial.tokens,
+            **{key: last[key] for key in ("nats", "least", "most", "balance")},
             "bits_per_byte": {name: round(number, 4) for name, number in found.items()}}

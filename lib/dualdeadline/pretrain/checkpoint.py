@@ -52,7 +52,8 @@ def export(params: dict[str, torch.Tensor], cfg, out: Path) -> list[Path]:
         where[name] = f"model-{1 + min(done * SHARDS // total, SHARDS - 1):05d}-of-{SHARDS:05d}.safetensors"
         done += value.nbytes
     for shard in sorted(set(where.values())):
-        save_file({name: weights[name] for name in weights if where[name] == shard}, out / shard, {"format": "pt"})
+        part = {name: value for name, value in weights.items() if where[name] == shard}
+        save_file(part, out / shard, {"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     write_config(cfg, out)
@@ -73,7 +74,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Weights of an exported folder (shards or one file) in float32."""
     files = sorted(Path(folder).glob("model*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors; give the folder of an exported checkpoint")
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors; give the folder of an export")
     return {name: value.float() for path in files for name, value in load_file(path).items()}
 
 
@@ -88,7 +89,7 @@ def assemble(shards: Path, out: Path) -> str:
     wrong = {name for name, shape in model.shapes(cfg).items()
              if name not in weights or tuple(weights[name].shape) != shape}
     if wrong or len(weights) != len(model.shapes(cfg)):
-        raise ValueError(f"{shards}: missing or misshapen {sorted(wrong)[:3]}; needed: all shards of one export")
+        raise ValueError(f"{shards}: missing or misshapen {sorted(wrong)[:3]}; needed: all shards")
     with manifest.atomic(out / "model.safetensors") as temporary:
         save_file(weights, temporary, {"format": "pt"})
     write_config(cfg, out)

@@ -17,7 +17,7 @@ SYNTHETIC = ("word-problems",)
 class Stream:
     """Documents of one domain, one after the other, each closed by the end token.
 
-    tokens[N] uint16; lengths[D] tokens per document, end token included; sizes[D] bytes of UTF-8 per document.
+    tokens[N] uint16; lengths[D] tokens per document, end token included; sizes[D] bytes of UTF-8 each.
     """
 
     tokens: np.ndarray
@@ -39,18 +39,18 @@ def read(folder: Path) -> Pack:
     """Read `index.json` and every `*.u16.xz` it names.
 
     Raises:
-        FileNotFoundError, ValueError: a part is missing or holds another number of tokens than the index says.
+        FileNotFoundError, ValueError: a part is missing or holds another number of tokens than indexed.
     """
     folder = Path(folder)
     if not (folder / "index.json").exists():
-        raise FileNotFoundError(f"{folder / 'index.json'} is missing: build the pack with dualdeadline.pretrain.texts")
+        raise FileNotFoundError(f"{folder / 'index.json'} is missing: run dualdeadline.pretrain.tokenizer")
     index = json.loads((folder / "index.json").read_text())
     train, heldout = {}, {}
     for name, entry in index["domains"].items():
         train[name] = _tokens(folder, entry["train"], index["vocab_size"])
         part = entry["heldout"]
-        heldout[name] = Stream(_tokens(folder, part, index["vocab_size"]), np.asarray(part["document_tokens"]),
-                               np.asarray(part["document_bytes"]))
+        lengths, sizes = np.asarray(part["document_tokens"]), np.asarray(part["document_bytes"])
+        heldout[name] = Stream(_tokens(folder, part, index["vocab_size"]), lengths, sizes)
         if heldout[name].lengths.sum() != len(heldout[name].tokens):
             raise ValueError(f"{name}: held-out documents add up to {heldout[name].lengths.sum()} tokens, "
                              f"the file has {len(heldout[name].tokens)}")
@@ -70,10 +70,10 @@ def _tokens(folder: Path, entry: dict, vocab: int) -> np.ndarray:
 
 def mixture(sizes: dict[str, int], planned: float, fixed: dict[str, float] | None = None, power: float = 0.5,
             epochs: float = 12.0) -> dict[str, float]:
-    """Share of windows per domain: sizes**power, but no domain seen more than `epochs` times in `planned` tokens.
+    """Share of windows per domain: sizes**power, none seen more than `epochs` times in `planned` tokens.
 
-    `fixed` shares (synthetic text) are taken first; what a capped domain gives up goes to the others, and where
-    all are capped the last ones share by size, each seen equally often.
+    `fixed` shares (synthetic text) are taken first; what a capped domain gives up goes to the others, and
+    where all are capped the last ones share by size, each seen equally often.
     """
     fixed = fixed or {}
     shares, free = dict(fixed), {name: size**power for name, size in sizes.items() if name not in fixed}
@@ -82,7 +82,8 @@ def mixture(sizes: dict[str, int], planned: float, fixed: dict[str, float] | Non
         total = sum(free.values())
         capped = {name for name, part in free.items() if left * part / total * planned > epochs * sizes[name]}
         if capped == set(free):
-            free, total, capped = ({name: sizes[name] for name in free}, sum(sizes[name] for name in free), set())
+            free = {name: sizes[name] for name in free}
+            total, capped = sum(free.values()), set()
         if not capped:
             return shares | {name: left * part / total for name, part in free.items()}
         shares |= {name: epochs * sizes[name] / planned for name in capped}
@@ -97,11 +98,11 @@ class Sampler:
     The generator's state is the whole data cursor.
     """
 
-    def __init__(self, train: dict[str, np.ndarray], shares: dict[str, float], length: int, device, seed: int):
+    def __init__(self, train: dict[str, np.ndarray], shares: dict, length: int, device, seed: int):
         names = [name for name in train if shares.get(name, 0) > 0]
         short = [name for name in names if len(train[name]) < length + 2]
         if short or not names:
-            raise ValueError(f"domains {short or list(train)} have too few tokens for windows of {length + 1}")
+            raise ValueError(f"{short or list(train)} have too few tokens for windows of {length + 1}")
         sizes = np.array([len(train[name]) for name in names])
         flat = np.concatenate([train[name] for name in names]).astype(np.int16)
         self.tokens = torch.from_numpy(flat).to(device)

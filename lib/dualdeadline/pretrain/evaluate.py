@@ -1,4 +1,4 @@
-"""Held-out bits per byte, load balance and routing statistics of an exported checkpoint, in stock transformers.
+"""Held-out bits per byte, load balance and routing statistics of an exported checkpoint.
 
 The numbers are those of the exported bfloat16 weights in `OlmoeForCausalLM`, not of the training forward.
 Rows are written as JSON on the machine that measures and brought into the records by `import_rows`.
@@ -24,11 +24,11 @@ STAGE, MODEL = "90_pilot_model", "pilot-olmoe"
 
 
 def windows(stream: data.Stream, limit: int, window: int = WINDOW, stride: int = STRIDE, end: int = 0):
-    """Windows over whole documents: list of (tokens incl. the last target, index of the first target), and bytes.
+    """Windows over whole documents: list of (tokens with the last target, places not scored), and bytes.
 
-    Each document is read after an end token, and every token but the first `window` of a document has at least
-    `window - stride` tokens before it. The closing end token is not scored. Documents are taken evenly spaced
-    until `limit` tokens.
+    Each document is read after an end token, and every token but the first `window` of a document has at
+    least `window - stride` tokens before it. The closing end token is not scored. Documents are taken
+    evenly spaced until `limit` tokens.
     """
     ends = stream.lengths.cumsum()
     every = max(1, math.ceil(ends[-1] / limit))
@@ -54,7 +54,7 @@ class Routing:
         self.routers = torch.stack([layer.mlp.gate.weight for layer in layers]).float()
         depth, experts = cfg.num_hidden_layers, cfg.num_experts
         self.load = torch.zeros(depth, experts, dtype=torch.float64, device=self.norms.device)
-        self.sums = torch.zeros(3, depth, dtype=torch.float64, device=self.norms.device)  # reuse, ahead, weight
+        self.sums = torch.zeros(3, depth, dtype=torch.float64, device=self.norms.device)  # see `see`
         self.tokens = self.pairs = 0
         self.keep = self.guess = None
         for number, layer in enumerate(layers):
@@ -80,7 +80,8 @@ class Routing:
         again = (grid[:, 1:] * grid[:, :-1]).sum(-1)[self.both]
         self.sums[0, layer] += again.sum(dtype=torch.float64) / index.shape[1]
         if self.guess is not None:
-            self.sums[1, layer] += routed.gather(1, self.guess)[keep].sum(dtype=torch.float64) / index.shape[1]
+            right = routed.gather(1, self.guess)[keep]
+            self.sums[1, layer] += right.sum(dtype=torch.float64) / index.shape[1]
         self.sums[2, layer] += weights.float().sum(1)[keep].sum(dtype=torch.float64)
         if layer + 1 < len(self.norms):
             moved = hidden.float() / self.norms[layer] * self.norms[layer + 1]
@@ -89,7 +90,7 @@ class Routing:
 
 @torch.no_grad()
 def score(network, rows: list, start=lambda keep: None, batch: int = BATCH) -> tuple[float, int]:
-    """Summed bits and number of scored tokens of `windows`; `start` is told which positions of a forward count."""
+    """Summed bits and number of scored tokens of `windows`; `start` is told which positions count."""
     device = network.device
     nats, count = torch.zeros((), dtype=torch.float64, device=device), 0
     rows = sorted(rows, key=lambda row: len(row[0]))
@@ -117,7 +118,11 @@ def load_network(folder: Path, device):
 
 
 def measure(network, pack: data.Pack, limit: int, seconds: float = 120.0) -> list[dict]:
-    """Rows (variant, metric, median, unit, kind, n, config) of one checkpoint; stops adding domains after `seconds`."""
+    """Rows (variant, metric, median, unit, kind, n, config) of one checkpoint.
+
+    Raises:
+        TimeoutError: not done after `seconds`.
+    """
     begin, rows, natural, routing = time.monotonic(), [], [], Routing(network)
     for name, stream in pack.heldout.items():
         if time.monotonic() - begin > seconds:
@@ -129,7 +134,8 @@ def measure(network, pack: data.Pack, limit: int, seconds: float = 120.0) -> lis
         rows.append(row(name, "bits_per_byte", bits / size, "bit/byte", tokens, text=kind))
         rows.append(row(name, "bytes_per_token", size / tokens, "byte", tokens, text=kind))
         natural += [bits / size] if kind == "natural" else []
-    rows.append(row("macro", "bits_per_byte", sum(natural) / len(natural), "bit/byte", len(natural), text="natural"))
+    macro = sum(natural) / len(natural)
+    rows.append(row("macro", "bits_per_byte", macro, "bit/byte", len(natural), text="natural"))
     return rows + routing_rows(routing, network.config.num_experts_per_tok)
 
 
@@ -146,10 +152,11 @@ def routing_rows(routing: Routing, top_k: int) -> list[dict]:
                  "routed_weight": (sums[2, layer] / routing.tokens).item()}
         if layer:
             stats[f"gate_ahead_recall_at_{top_k}"] = (sums[1, layer] / routing.tokens).item()
-        rows += [row("routing", name, value, "bit" if name.endswith("bits") else "1", routing.tokens, layer=layer)
+        units = {name: "bit" if name.endswith("bits") else "1" for name in stats}
+        rows += [row("routing", name, value, units[name], routing.tokens, layer=layer)
                  for name, value in stats.items()]
-    rows += [row("load", "expert_share", value, "1", routing.tokens, layer=layer, expert=expert)
-             for layer, line in enumerate(share.tolist()) for expert, value in enumerate(line)]
+    rows += [row("load", "mean_expert_share", 1 / len(line), "1", routing.tokens, layer=layer,
+                 shares=[round(value, 5) for value in line]) for layer, line in enumerate(share.tolist())]
     return rows
 
 
@@ -167,19 +174,21 @@ def main(folder: Path, pack: data.Pack, out: Path, args) -> list[dict]:
     here = machine.describe()
     commit = os.environ.get("DUALDEADLINE_COMMIT") or record._git()[0]
     when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    out.write_text(json.dumps({"stage": STAGE, "model": MODEL, "machine": here, "versions": record._versions(),
-                               "commit": commit, "time": when, "rows": rows}, indent=1))
+    found = {"stage": STAGE, "model": MODEL, "machine": here, "versions": record._versions(),
+             "commit": commit, "time": when, "rows": rows}
+    out.write_text(json.dumps(found, indent=1))
     for line in rows:
         if line["metric"] == "bits_per_byte":
             print(f"{line['variant']:>16} {line['median']:.4f} bits per byte ({line['n']} tokens)")
     loads = [line for line in rows if line["variant"] == "routing"]
     for metric in ("load_min", "load_max", "load_cv", "dead_experts", "previous_token_reuse"):
-        print(f"{metric:>22} " + " ".join(f"{line['median']:.2f}" for line in loads if line["metric"] == metric))
+        values = [line["median"] for line in loads if line["metric"] == metric]
+        print(f"{metric:>22} " + " ".join(f"{value:.2f}" for value in values))
     return rows
 
 
 def import_rows(path: Path, workspace, revision: str, machine_id: str = "nvidia-h200", **extra):
-    """Bring a `records.json` measured elsewhere into the records; `extra` rows' metrics as name=(value, unit)."""
+    """Bring a `records.json` measured elsewhere into the records; `extra` are rows as name=(value, unit)."""
     from dualdeadline import record
 
     found = json.loads(Path(path).read_text())

@@ -1,10 +1,10 @@
 """The embedded MoE's training forward: OLMoE as one functional block, faster than stock at this size.
 
-Parameters are a dict named as in transformers' `OlmoeForCausalLM.state_dict()`, so export is a cast to bfloat16.
+Parameters are a dict named as in transformers' `OlmoeForCausalLM.state_dict()`, so export is a cast.
 With H = 128, F = 32, E = 64 a routed layer equals a dense gated layer of width E*F whose hidden units are
 multiplied by their expert's routing weight, zero where an expert is not routed: static shapes, no sorting, no
 host synchronisation, and the gradient of an expert that is not routed is exactly zero. It costs E/K times the
-arithmetic of the routed product; `experts="sparse"` (module `sparse`) does the routed product in Triton instead.
+arithmetic of the routed product; `experts="sparse"` (module `sparse`) does the routed product in Triton.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = {
-    "input_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight", "post_norm": "post_attention_layernorm.weight", "router": "mlp.gate.weight",
+    "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight", "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
+    "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
+    "router": "mlp.gate.weight",
 }
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 EMBED, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def config(**changes):
-    """OlmoeConfig of the embedded model (14.8 M parameters); `changes` override fields (tests use tiny sizes)."""
+    """OlmoeConfig of the embedded model (14.8 M parameters); `changes` override fields."""
     from transformers import OlmoeConfig
 
     fields = dict(
         vocab_size=8192, hidden_size=128, intermediate_size=32, num_hidden_layers=16, num_attention_heads=4,
-        num_key_value_heads=4, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, tie_word_embeddings=True,
-        max_position_embeddings=1024, router_aux_loss_coef=0.01, bos_token_id=0, eos_token_id=0, pad_token_id=1,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        num_key_value_heads=4, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+        tie_word_embeddings=True, max_position_embeddings=1024, router_aux_loss_coef=0.01, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     made = OlmoeConfig(**(fields | changes))
     made.architectures = ["OlmoeForCausalLM"]
@@ -41,8 +43,8 @@ def config(**changes):
 def shapes(cfg) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in transformers' names and order."""
     h, f, e = cfg.hidden_size, cfg.intermediate_size, cfg.num_experts
-    block = {"input_norm": (h,), "q": (h, h), "k": (h, h), "v": (h, h), "o": (h, h), "q_norm": (h,), "k_norm": (h,),
-             "post_norm": (h,), "router": (e, h)}
+    block = dict.fromkeys(("q_norm", "k_norm", "input_norm", "post_norm"), (h,))
+    block |= dict.fromkeys("qkvo", (h, h)) | {"router": (e, h)}
     named = {EMBED: (cfg.vocab_size, h)}
     for layer in range(cfg.num_hidden_layers):
         named |= {f"model.layers.{layer}.{BLOCK[key]}": shape for key, shape in block.items()}
@@ -64,6 +66,8 @@ def initial(cfg, seed: int = 0) -> dict[str, torch.Tensor]:
         std = 0.05 if name == EMBED else shape[-1] ** -0.5
         if name.endswith((BLOCK["o"], DOWN)):
             std *= residual
+        if name.endswith(BLOCK["router"]):
+            std *= 0.25  # near even at first, so that the balance loss need not repair the start
         if name.endswith(DOWN):
             std *= math.sqrt(cfg.num_experts / cfg.num_experts_per_tok)
         params[name] = torch.randn(shape, generator=generator) * std
@@ -107,7 +111,7 @@ def attention(x, p, cos, sin, heads: int, eps: float, dtype):
 def routed_mask(scores, top_k: int):
     """True for the `top_k` largest of each row, ties to the lower index; scores[N, E] -> bool[N, E].
 
-    Counting who is larger is one fused kernel under inductor; torch.topk on rows of 64 is several times slower.
+    Counting who is larger is one fused kernel under inductor; torch.topk on rows of 64 is slower.
     """
     lower = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool, device=scores.device).tril(-1)
     mine, other = scores.unsqueeze(-1), scores.unsqueeze(-2)
@@ -117,8 +121,8 @@ def routed_mask(scores, top_k: int):
 def route(x, router, top_k: int, dtype):
     """Routing of x[N, H]: weights[N, E] (zero where not routed), balance loss, z-loss, share[E], mask[N, E].
 
-    The balance loss is Switch's E * sum_e f_e P_e of this layer alone (Fedus et al. 2022, eq. 4-6), divided by K
-    so that an even load gives 1; the z-loss is ST-MoE's mean squared logsumexp (Zoph et al. 2022, eq. 5).
+    The balance loss is Switch's E * sum_e f_e P_e of this layer alone (Fedus et al. 2022, eq. 4-6), divided
+    by K so that an even load gives 1; the z-loss is the mean squared logsumexp (Zoph et al. 2022, eq. 5).
     """
     logits = F.linear(x, router.to(dtype)).float()
     probabilities = logits.softmax(-1)
@@ -205,4 +209,5 @@ class Forward:
         x, balance, z, load = self.hidden(params, tokens)
         nats = self.head(x, targets, params[FINAL_NORM], params[EMBED], self.cfg.rms_norm_eps, self.dtype)
         total = nats + balance_coef * balance.sum() + z_coef * z.sum()
-        return total, {"nats": nats.detach(), "balance": balance.detach(), "z": z.detach(), "load": load.detach()}
+        parts = {"nats": nats, "balance": balance, "z": z, "load": load}
+        return total, {name: value.detach() for name, value in parts.items()}

@@ -1,8 +1,8 @@
-"""AdamW with float32 master weights, or Muon for the matrices and AdamW for the rest, with a state that saves flat.
+"""AdamW with float32 master weights, or Muon for the matrices and AdamW for the rest; the state saves flat.
 
 Muon (Jordan et al. 2024) orthogonalises the momentum of every matrix by five Newton-Schulz steps; updates are
-scaled by 0.2*sqrt(max(rows, columns)) so that their size matches AdamW's (Liu et al. 2025). All experts of all
-layers go through one batched product per shape, a few per cent of a step.
+scaled by 0.2*sqrt(max(rows, columns)) so that their size matches AdamW's (Liu et al. 2025). All experts of
+all layers go through one batched product per shape, a few per cent of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MATRICES = (model.GATE_UP, model.DOWN, *(model.BLOCK[key] for key in "qkvo"))
 
 
 def orthogonal(batch, steps: int = 5):
-    """Newton-Schulz approximation of the nearest orthogonal matrix; batch[B, m, n], any m and n, in bfloat16."""
+    """Newton-Schulz approximation of the nearest orthogonal matrix; batch[B, m, n], in bfloat16."""
     tall = batch.shape[-2] > batch.shape[-1]
     x = batch.mT if tall else batch
     x = (x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-12)).bfloat16()
@@ -30,7 +30,7 @@ class Optimizer:
 
     Args:
         params: name -> float32 leaf. kind: `adamw` or `muon`. lr: peak rate of AdamW's parameters.
-        muon_lr: peak rate of Muon's matrices. decay: decoupled weight decay of matrices (not of the embedding).
+        muon_lr: peak rate of Muon's matrices. decay: weight decay of all matrices but the embedding.
     """
 
     def __init__(self, params: dict, kind: str, lr: float, muon_lr: float = 0.01, decay: float = 0.1):
@@ -51,7 +51,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, scale: float, clip: float = 1.0):
-        """Clip to `clip`, update at `scale` times the peak rates, drop gradients; the gradient norm (tensor)."""
+        """Clip to `clip`, update at `scale` times the peak rates, drop gradients; the gradient norm."""
         norm = torch.nn.utils.clip_grad_norm_(list(self.params.values()), clip, foreach=True)
         for group in self.adam.param_groups:
             group["lr"] = self.lr * scale
@@ -75,9 +75,9 @@ class Optimizer:
             update = orthogonal(torch.cat(pieces)).float() * (0.2 * max(pieces[0].shape[-2:]) ** 0.5)
             targets = [self.params[self.muon[place]] for place in places]
             parts = update.contiguous().split([len(piece) for piece in pieces])
+            parts = [part.reshape(target.shape) for part, target in zip(parts, targets, strict=True)]
             torch._foreach_mul_(targets, 1 - lr * self.decay)
-            torch._foreach_add_(targets, [part.reshape(t.shape) for part, t in zip(parts, targets, strict=True)],
-                                alpha=-lr)
+            torch._foreach_add_(targets, parts, alpha=-lr)
 
     def _split(self, name: str):
         """View as a batch of matrices [B, m, n]; gate and up rows of an expert are two matrices."""
@@ -99,9 +99,9 @@ class Optimizer:
         for name in self.momentum:
             self.momentum[name].copy_(flat[f"muon.{name}"])
         for name, param in self.params.items():
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"adam.{key}.{name}" in flat]
+            found = {key: flat.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             # the fused kernel wants the step counter on the parameter's device, the plain one on the CPU
             place = {"step": param.device if self.adam.defaults["fused"] else "cpu"}
-            if keys:
-                self.adam.state[param] = {key: flat[f"adam.{key}.{name}"].to(place.get(key, param.device), copy=True)
-                                          for key in keys}
+            if found["step"] is not None:
+                self.adam.state[param] = {key: value.to(place.get(key, param.device), copy=True)
+                                          for key, value in found.items()}

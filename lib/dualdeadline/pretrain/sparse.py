@@ -1,9 +1,9 @@
-"""The routed experts in Triton: only the K products per token, gathered and fused; static shapes, no host sync.
+"""The routed experts in Triton: only the K products per token, gathered and fused; no host synchronisation.
 
 Bytes per token and layer: about 10 KB instead of the 70 KB that the dense form moves, and E/K times fewer
-operations. Slots (token, expert) are sorted by expert with one scan over the routing mask; a program takes rows
-of one expert. Forward writes each slot's output and adds a token's K slots; backward recomputes gate and up,
-keeps weight gradients of its rows in registers and adds them once.
+operations. Slots (token, expert) are sorted by expert with one scan over the routing mask; a program takes
+rows of one expert. Forward writes each slot's output and adds a token's K slots; backward recomputes gate and
+up, keeps weight gradients of its rows in registers and adds them once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def forward_kernel(x_ptr, weight_ptr, gate_up_ptr, down_ptr, token_ptr, start_pt
 @triton.jit
 def backward_kernel(x_ptr, weight_ptr, gate_up_ptr, down_ptr, token_ptr, start_ptr, block_ptr, grad_ptr,
                     dx_ptr, dweight_ptr, dgate_up_ptr, ddown_ptr,
-                    H: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, REPEAT: tl.constexpr):
+                    H: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+                    REPEAT: tl.constexpr):
     """Gradients of the slots' inputs and weights (stored) and of one expert's matrices (added, float32)."""
     expert = tl.load(block_ptr + 2 * tl.program_id(0))
     if expert >= E:
@@ -93,14 +94,16 @@ def gather_kernel(slots_ptr, place_ptr, out_ptr, N, H: tl.constexpr, K: tl.const
     total = tl.zeros((BLOCK, H), tl.float32)
     for k in tl.static_range(K):
         place = tl.load(place_ptr + row * K + k, mask=valid, other=0).to(tl.int64)
-        total += tl.load(slots_ptr + place[:, None] * H + h[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + place[:, None] * H + h[None, :], mask=valid[:, None], other=0.0)
+        total += slot.to(tl.float32)
     tl.store(out_ptr + row[:, None].to(tl.int64) * H + h[None, :], total.to(out_ptr.dtype.element_ty),
              mask=valid[:, None])
 
 
 @triton.jit
-def place_kernel(rank_ptr, mask_ptr, token_ptr, place_ptr, N, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """token[slot] and place[n, k] from each token's slots: rank[E, N] counts routed pairs up to and with (e, n)."""
+def place_kernel(rank_ptr, mask_ptr, token_ptr, place_ptr, N, E: tl.constexpr, K: tl.constexpr,
+                 BLOCK: tl.constexpr):
+    """token[slot] and place[n, k]; rank[E, N] counts routed pairs up to and with (e, n), expert by expert."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = row < N
     found = tl.zeros((BLOCK,), tl.int32)
@@ -114,7 +117,7 @@ def place_kernel(rank_ptr, mask_ptr, token_ptr, place_ptr, N, E: tl.constexpr, K
 
 
 def plan(mask, top_k: int):
-    """Slots sorted by expert from mask bool[N, E]: token[N*K], place[N, K], and used slots up to each expert[E]."""
+    """Slots sorted by expert from mask bool[N, E]: token[N*K], place[N, K], slots up to each expert[E]."""
     rows, experts = mask.shape
     by_expert = mask.t().contiguous().to(torch.int8)
     rank = by_expert.flatten().cumsum(0, dtype=torch.int32)
@@ -131,7 +134,7 @@ def tables(used, slots: int):
 
 
 def blocks(start, slots: int, size: int):
-    """Row blocks of at most `size` slots, none across experts: [(expert, first slot)], expert E where unused."""
+    """Row blocks of at most `size` slots, none across experts: (expert, first slot), E where unused."""
     experts = start.shape[0] - 1
     ends = ((start.diff() + size - 1) // size).cumsum(0)
     number = torch.arange(-(-slots // size) + experts, device=start.device)
@@ -163,9 +166,10 @@ class Experts(torch.autograd.Function):
         dweight = torch.zeros(weights.shape, dtype=torch.float32, device=x.device)
         dgate_up = torch.zeros(experts, 2, width, double // 2, dtype=torch.float32, device=x.device)
         ddown = torch.zeros(down.shape, dtype=torch.float32, device=x.device)
-        backward_kernel[(len(work),)](x, weights, gate_up, down, token, start, work, grad.contiguous().to(x.dtype),
-                                      slots, dweight, dgate_up, ddown, width, double // 2, experts, ROWS, REPEAT,
-                                      num_warps=4, num_stages=2)
+        grad = grad.contiguous().to(x.dtype)
+        backward_kernel[(len(work),)](x, weights, gate_up, down, token, start, work, grad, slots, dweight,
+                                      dgate_up, ddown, width, double // 2, experts, ROWS, REPEAT, num_warps=4,
+                                      num_stages=2)
         dgate_up = dgate_up.transpose(2, 3).reshape(gate_up.shape)
         return gathered(slots, place), dweight.to(weights.dtype), None, dgate_up, ddown, None, None
 
@@ -194,7 +198,7 @@ class Block:
 
     def __call__(self, x, p, cos, sin, heads, top_k, eps, dtype, dropout=0.0):
         small = {key: value for key, value in p.items() if key not in ("gate_up", "down")}
-        x, inner, weights, balance, z, load, mask = self.before(x, small, cos, sin, heads, top_k, eps, dtype, dropout)
+        x, inner, weights, *losses, mask = self.before(x, small, cos, sin, heads, top_k, eps, dtype, dropout)
         out = Experts.apply(inner, weights, mask, p["gate_up"].to(dtype), p["down"].to(dtype), top_k,
                             self.tables)
-        return x + F.dropout(out.view_as(x), dropout, dropout > 0), balance, z, load
+        return x + F.dropout(out.view_as(x), dropout, dropout > 0), *losses

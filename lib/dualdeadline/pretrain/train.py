@@ -1,8 +1,9 @@
 """Train the embedded MoE by wall clock: python -m dualdeadline.pretrain.train --pack FOLDER --train|--bench.
 
-One call trains for --minutes (start, compilation, evaluation and export included) and leaves its state on this
-machine's disk; --resume goes on from it, --init-from from exported weights. The rate is warmup-stable-decay over
-the planned time of all calls (--calls-left counts this one), so the last call always ends at rate zero.
+One call trains for --minutes (start, compilation, evaluation and export included) and leaves its state on
+this machine's disk; --resume goes on from it, --init-from from exported weights. The rate is
+warmup-stable-decay over the planned time of all calls (--calls-left counts this one), so the last call always
+ends at rate zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXTRA_KEYS = ("step", "tokens", "seconds")
 
 
 def rate(seconds: float, since: float, total: float, warmup: float, decay: float) -> float:
-    """Share of the peak rate after `seconds` of `total` training seconds, `since` of them in this optimizer's life."""
+    """Share of the peak rate after `seconds` of `total`; `since` of them with this optimizer's moments."""
     tail = (total - seconds) / max(decay * total, 1e-9)
     return max(min(1.0, since / max(warmup, 1e-9), tail), 0.0)
 
@@ -37,13 +38,15 @@ class Run:
     """
 
     def __init__(self, args, pack: data.Pack, device, forward: model.Forward | None = None):
-        self.args, self.cfg, self.device = args, model.config(vocab_size=pack.vocab, **json.loads(args.model)), device
+        self.args, self.device = args, device
+        self.cfg = model.config(vocab_size=pack.vocab, **json.loads(args.model))
         fixed = {name: args.synthetic / len(data.SYNTHETIC) for name in data.SYNTHETIC if name in pack.train}
         sizes = {name: len(tokens) for name, tokens in pack.train.items()}
         self.shares = data.mixture(sizes, args.planned_tokens, fixed, args.power, args.epochs)
         self.shares |= json.loads(args.shares)
         self.sampler = data.Sampler(pack.train, self.shares, args.length, device, args.seed)
-        start = checkpoint.read_weights(args.init_from) if args.init_from else model.initial(self.cfg, args.seed)
+        given = args.init_from
+        start = checkpoint.read_weights(given) if given else model.initial(self.cfg, args.seed)
         self.params = {name: start[name].to(device).requires_grad_() for name in model.shapes(self.cfg)}
         self.optimizer = Optimizer(self.params, args.optimizer, args.lr, args.muon_lr, args.weight_decay)
         self.forward = forward or make_forward(args, self.cfg, device)
@@ -124,30 +127,26 @@ def loop(run: Run, budget: float, total: float, on_log=None, every: int = 20) ->
 
 def check(run: Run, parts: dict, scale: float, spent: float) -> None:
     """Read the last step's numbers (waits for the device), stop if not finite, keep them in the curve."""
-    row = {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 2), "rate": round(scale, 5),
-           "nats": parts["nats"].item(), "norm": parts["norm"].item(), "balance": parts["balance"].mean().item(),
-           "z": parts["z"].mean().item(), "least": parts["load"].min().item() * run.cfg.num_experts / top_k(run),
-           "most": parts["load"].max().item() * run.cfg.num_experts / top_k(run)}
+    load = parts["load"] * run.cfg.num_experts / run.cfg.num_experts_per_tok
+    row = {"step": run.step, "tokens": run.tokens, "seconds": run.seconds, "rate": scale,
+           "nats": parts["nats"].item(), "norm": parts["norm"].item(), "z": parts["z"].mean().item(),
+           "balance": parts["balance"].mean().item(), "least": load.min().item(), "most": load.max().item()}
     if not math.isfinite(row["nats"] + row["norm"]):
-        raise FloatingPointError(f"step {run.step}: loss {row['nats']}, gradient norm {row['norm']}; stopped, "
-                                 f"the last saved state stays. Lower --lr or --muon-lr and --resume")
+        raise FloatingPointError(f"step {run.step}: loss {row['nats']}, gradient norm {row['norm']}; the last "
+                                 "saved state stays. Lower --lr or --muon-lr and --resume")
     run.curve.append({key: round(value, 5) for key, value in row.items()})
-
-
-def top_k(run: Run) -> int:
-    return run.cfg.num_experts_per_tok
 
 
 @torch.no_grad()
 def validate(run: Run, pack: data.Pack, windows: int = 32) -> dict[str, float]:
-    """Quick held-out bits per byte by domain: the same evenly spaced windows each time, uncompiled forward."""
+    """Quick held-out bits per byte by domain: the same windows each time, uncompiled forward."""
     plain = model.Forward(run.cfg, run.args.length, run.device, run.forward.dtype)
     found = {}
     for name, stream in pack.heldout.items():
         length = min(run.args.length, len(stream.tokens) - 1)
         starts = torch.linspace(0, len(stream.tokens) - 1 - length, windows).long().unique()
-        rows = torch.stack([torch.from_numpy(stream.tokens[s : s + length + 1].astype("int64")) for s in starts])
-        rows = rows.to(run.device)
+        tokens = torch.from_numpy(stream.tokens.astype("int64"))
+        rows = torch.stack([tokens[start : start + length + 1] for start in starts]).to(run.device)
         nats = plain.loss(run.params, rows[:, :-1], rows[:, 1:])[1]["nats"].item()
         found[name] = nats / math.log(2) * len(stream.tokens) / int(stream.sizes.sum())
     natural = [value for name, value in found.items() if name not in data.SYNTHETIC]
@@ -165,10 +164,10 @@ def train(args, pack: data.Pack, out: Path) -> dict:
     warm = run.warm()
     budget = 60 * args.minutes - args.reserve - (time.monotonic() - BORN)
     if budget <= 0:
-        raise ValueError(f"{args.minutes} minutes leave nothing after a start of {time.monotonic() - BORN:.0f} s "
+        raise ValueError(f"{args.minutes} minutes leave nothing after {time.monotonic() - BORN:.0f} s  "
                          f"and a reserve of {args.reserve} s; give more --minutes")
     total = run.seconds + budget * args.calls_left
-    print(f"start {time.monotonic() - BORN:.0f} s (compile {warm:.0f} s); trains {budget:.0f} s of {total:.0f} s "
+    print(f"start {time.monotonic() - BORN:.0f} s (compile {warm:.0f}); trains {budget:.0f} of {total:.0f} s "
           f"from step {run.step}; mixture {json.dumps({k: round(v, 4) for k, v in run.shares.items()})}")
     clock = {"save": time.monotonic(), "print": time.monotonic(), "tokens": run.tokens, "first": run.tokens}
     history: list[dict] = []
@@ -223,23 +222,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", action="store_true", help="continue from the state on this machine's disk")
     p.add_argument("--init-from", default="", help="folder of exported weights; fresh optimizer")
     for name, default, note in (
-        ("minutes", 9.2, "of this call, all included"), ("reserve", 45.0, "seconds kept for saving and evaluation"),
+        ("minutes", 9.2, "of this call, all included"), ("reserve", 45.0, "seconds kept for the end"),
         ("lr", 4e-3, "AdamW peak"), ("muon-lr", 1e-2, "Muon peak"), ("weight-decay", 0.1, "matrices"),
-        ("warmup", 10.0, "seconds"), ("decay", 0.3, "share of all training time"), ("balance", 0.01, "coefficient"),
-        ("z", 0.001, "coefficient"), ("dropout", 0.0, "rate"), ("planned-tokens", 1.2e9, "for the cap on epochs"), ("power", 0.5, "mixture"),
-        ("epochs", 12.0, "at most, natural domains"), ("synthetic", 0.06, "share"), ("report", 30.0, "seconds"),
-        ("save-every", 120.0, "seconds"), ("bench-seconds", 240.0, "of the whole bench call"),
+        ("warmup", 10.0, "seconds"), ("decay", 0.3, "share of all training time"), ("dropout", 0.0, "rate"),
+        ("balance", 0.01, "coefficient"), ("z", 0.001, "coefficient"), ("power", 0.5, "of the mixture"),
+        ("planned-tokens", 1.2e9, "for the cap on epochs"), ("epochs", 16.0, "at most, natural domains"),
+        ("synthetic", 0.06, "share"), ("report", 30.0, "seconds"),
+        ("save-every", 120.0, "seconds"), ("bench-seconds", 300.0, "of the whole bench call"),
         ("probe-seconds", 20.0, "per learning rate"),
     ):
         p.add_argument(f"--{name}", type=float, default=default, help=f"{note} (default {default:g})")
-    for name, default in (("calls-left", 1), ("batch", 128), ("length", 512), ("seed", 0), ("eval-tokens", 200_000)):
+    for name, default in (("calls-left", 1), ("batch", 128), ("length", 512), ("seed", 0),
+                          ("eval-tokens", 1_000_000)):
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--optimizer", default="muon", choices=("adamw", "muon"))
     p.add_argument("--experts", default="dense", choices=("dense", "sparse"))
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
     p.add_argument("--model", default="{}", help="JSON: changes of the configuration (tests)")
     p.add_argument("--shares", default="{}", help="JSON: domain -> share, over the default mixture")
-    p.add_argument("--variants", default="dense:128x512,dense:256x512,sparse:128x512,sparse:256x512")
+    p.add_argument("--variants", default="sparse:128x512,dense:128x512,sparse:256x512")
     p.add_argument("--recipes", default="muon:1e-2,adamw:4e-3,muon:2e-2,muon:5e-3,muon:1e-2:weight_decay=0.5",
                    help="optimizer:rate[:option=value ...], comma separated")
     return p
