@@ -17,8 +17,9 @@
 # %% [markdown]
 # # 00 Map of the study
 #
-# **Question.** Must a routed expert arrive as one piece, or may its gate and up matrices have an earlier deadline than its down
-# matrix: when does that pay, and when does it lose? This notebook shows which notebook answers what, and how far the answers are.
+# **Question.** Must a routed expert arrive as one piece, or may its gate and up matrices have an earlier deadline than its
+# down matrix: when does that pay, and when does it lose? This notebook shows which notebook answers what, and how far the
+# answers are.
 
 # %% tags=["parameters"]
 profile = "pilot"  # name of a file in notebooks/profiles
@@ -57,9 +58,9 @@ Markdown(verdicts.sentence(workspace, model))
 #   records --> paper[12 tables, figures, paper]
 # ```
 #
-# Arrows point one way. Traces and fitted predictors are large and stay in `data/`, which git ignores; what is published (prompt
-# ids, one row per measurement, figures, tables) is committed. A notebook reads what earlier ones wrote and says which one to run
-# if something is missing.
+# Arrows point one way. Traces and fitted predictors are large and stay in `data/`, which git ignores; what is published
+# (prompt ids, one row per measurement, figures, tables) is committed. A notebook reads what earlier ones wrote and says which
+# one to run if something is missing.
 
 # %% tags=["table"]
 stages.overview(workspace)
@@ -70,8 +71,8 @@ print(sorted(stages.STAGES))
 # %% [markdown]
 # ## Hypotheses
 #
-# Fixed in `data_manifests/protocol.yaml` before the results they speak of. A hypothesis with several comparisons is supported only
-# if every one of them is.
+# Fixed in `data_manifests/protocol.yaml` before the results they speak of. A hypothesis with several comparisons is supported
+# only if every one of them is.
 
 # %% tags=["table"]
 stages.hypotheses(workspace, model)
@@ -97,5 +98,5 @@ print(protocol["grid"]["budgets"], protocol["grid"]["horizons"], protocol["stati
 # %% [markdown]
 # ## Limits
 #
-# The stages so far need no GPU: they show what can be predicted, what a cache keeps, and what the published accounting says about
-# both. Replayed is not measured; whether two deadlines pay in a decode step is open until it has been timed.
+# The stages so far need no GPU: they show what can be predicted, what a cache keeps, and what the published accounting says
+# about both. Replayed is not measured; whether two deadlines pay in a decode step is open until it has been timed.

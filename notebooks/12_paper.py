@@ -35,10 +35,10 @@ workspace = paths.Workspace(profile)
 is_published = profile == "pilot"  # other profiles leave README alone
 
 # %% [markdown]
-# **In:** `records/*.csv`, figures, `paper/main.tex`. **Out:** `paper/generated/tables.tex` and `numbers.tex`, the marked blocks of
-# README, the PDF, and a record of how long each stage took.
+# **In:** `records/*.csv`, figures, `paper/main.tex`. **Out:** `paper/generated/tables.tex` and `numbers.tex`, the marked
+# blocks of README, the PDF, and a record of how long each stage took.
 #
-# First the run times, since README quotes them.
+# **Answer:** filled in below, after the checks. First the run times, since README quotes them.
 
 # %%
 recorder = record.Recorder("12_paper", model, "run", workspace, scope={"profile": profile})
@@ -52,7 +52,8 @@ if stages_timed:  # none in a Lab session that never called the runner: the comm
 # %% [markdown]
 # ## Tables and numbers
 #
-# Each is one function from records to text. The same rows are shown here, typeset in the paper and, some of them, put into README.
+# Each is one function from records to text. The same rows are shown here, typeset in the paper and, some of them, put into
+# README.
 
 # %%
 written = paper.write(workspace)
@@ -108,5 +109,5 @@ if pdf:
 # %% [markdown]
 # ## Limits
 #
-# Provenance shows where a number comes from, not that it is right: the tests of each stage do that. Run times include what the
-# machine did besides.
+# Provenance shows where a number comes from, not that it is right: the tests of each stage do that. Run times include what
+# the machine did besides.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dualdeadline import record
+from matplotlib import pyplot as plt
+
+from dualdeadline import paths, record, report
+from dualdeadline.report import check
 
 MODEL = "pilot-olmoe"
-PREDICTORS = ("random popularity previous_layer previous_token transition probe gate_ahead shared_mlp low_rank "
-              "residual_gate oracle shuffled").split()
+PREDICTORS = (
+    "random popularity previous_layer previous_token transition probe gate_ahead shared_mlp low_rank "
+    "residual_gate oracle shuffled"
+).split()
 
 
 def write(workspace) -> None:
@@ -18,6 +23,15 @@ def write(workspace) -> None:
     runs(workspace)
 
 
+def draw(workspace) -> None:
+    """A figure for every one that the paper shows."""
+    report.style()
+    for name in check.shown_figures((paths.PAPER / "main.tex").read_text(encoding="utf-8")):
+        fig, ax = plt.subplots(figsize=(2, 1))
+        report.save(fig, name, workspace)
+        plt.close(fig)
+
+
 def _recorder(stage, workspace, **scope):
     return record.Recorder(stage, MODEL, "made-up", workspace, scope)
 
@@ -26,7 +40,17 @@ def traces(workspace) -> None:
     rows = _recorder("02_traces", workspace, seed=0)
     for place, corpus in enumerate(("pilot", "replication", "ood")):
         rows.add("decode", "tokens", 9000 + place, "tokens", "measured", n=120, corpus=corpus)
-        rows.add("decode", "repeated_4grams", 0.05 * (place + 1), "share", "measured", 0.01, 0.2, n=120, corpus=corpus)
+        rows.add(
+            "decode",
+            "repeated_4grams",
+            0.05 * (place + 1),
+            "share",
+            "measured",
+            0.01,
+            0.2,
+            n=120,
+            corpus=corpus,
+        )
     rows.write()
 
 
@@ -37,16 +61,59 @@ def evaluation(workspace) -> None:
             for budget in (2, 4, 8, 12, 16):
                 middle = min(1.0, 0.02 * place + budget / 20 + 0.1 / (horizon + 1))
                 keys = {"horizon": horizon, "budget": budget, "corpus": "pilot", "split": "test"}
-                rows.add(name, "recall", middle, "share", "replayed", middle - 0.01, middle + 0.01, n=24, **keys)
+                rows.add(
+                    name, "recall", middle, "share", "replayed", middle - 0.01, middle + 0.01, n=24, **keys
+                )
         for slots in (8, 16, 32, 48):
             keys = {"horizon": 1, "budget": 4, "slots": slots, "corpus": "pilot", "split": "test"}
             rows.add(name, "miss_recall", 0.3 + place / 50, "share", "replayed", 0.2, 0.6, n=24, **keys)
+    for trained in ("gsm_symbolic", "human_eval", "all"):
+        for tested in ("gsm_symbolic", "human_eval"):
+            rows.add(
+                f"shared_mlp from {trained}",
+                "recall",
+                0.7,
+                "share",
+                "replayed",
+                0.6,
+                0.8,
+                n=12,
+                horizon=1,
+                budget=8,
+                corpus="pilot",
+                split=f"test: {tested}",
+            )
+    for corpus in ("replication", "ood"):
+        for name in ("gate_ahead", "shared_mlp", "residual_gate"):
+            rows.add(
+                name,
+                "recall",
+                0.8,
+                "share",
+                "replayed",
+                0.7,
+                0.9,
+                n=60,
+                horizon=1,
+                budget=8,
+                corpus=corpus,
+                split="all",
+            )
     for against in ("gate_ahead", "shared_mlp"):
         for horizon in (1, 2, 3):
             for corpus in ("pilot", "replication"):
                 keys = {"horizon": horizon, "budget": 4, "slots": 32, "corpus": corpus}
-                rows.add(f"residual_gate-{against}", "miss_recall_difference", 0.02 / horizon, "share", "replayed",
-                         0.02 / horizon - 0.008, 0.02 / horizon + 0.008, n=24, **keys)
+                rows.add(
+                    f"residual_gate-{against}",
+                    "miss_recall_difference",
+                    0.02 / horizon,
+                    "share",
+                    "replayed",
+                    0.02 / horizon - 0.008,
+                    0.02 / horizon + 0.008,
+                    n=24,
+                    **keys,
+                )
     rows.write()
 
 
@@ -56,21 +123,53 @@ def replay(workspace) -> None:
         for scope in ("layer", "shared"):
             for start in ("cold", "warm"):
                 for slots in (8, 16, 32, 48):
-                    keys = {"scope": scope, "start": start, "slots": slots, "corpus": "pilot", "split": "test"}
-                    rows.add(policy, "hit_rate", slots / 60, "share", "replayed", slots / 60 - 0.01, slots / 60 + 0.01,
-                             n=24, **keys)
+                    keys = {
+                        "scope": scope,
+                        "start": start,
+                        "slots": slots,
+                        "corpus": "pilot",
+                        "split": "test",
+                    }
+                    rows.add(
+                        policy,
+                        "hit_rate",
+                        slots / 60,
+                        "share",
+                        "replayed",
+                        slots / 60 - 0.01,
+                        slots / 60 + 0.01,
+                        n=24,
+                        **keys,
+                    )
     for name in ("none", "random", "gate_ahead", "residual_gate", "oracle"):
         for schedule in ("monolithic", "staged"):
             for budget in (2, 4, 8, 12, 16):
-                rows.add(name, "stall_ms", 2 - budget / 10, "ms", "replayed", n=24, schedule=schedule, budget=budget,
-                         timings="p50")
+                rows.add(
+                    name,
+                    "stall_ms",
+                    2 - budget / 10,
+                    "ms",
+                    "replayed",
+                    n=24,
+                    schedule=schedule,
+                    budget=budget,
+                    timings="p50",
+                )
     rows.write()
 
 
 def model(workspace) -> None:
     rows = _recorder("90_pilot_model", workspace)
     for place, domain in enumerate(("python", "prose", "technical")):
-        rows.add("pilot-olmoe", "bits_per_byte", 1.2 + place / 10, "bits per byte", "measured", n=200, domain=domain)
+        rows.add(
+            "pilot-olmoe",
+            "bits_per_byte",
+            1.2 + place / 10,
+            "bits per byte",
+            "measured",
+            n=200,
+            domain=domain,
+        )
     rows.write()
 
 

@@ -34,7 +34,9 @@ def test_paper_has_no_problems():
 
 def test_every_committed_figure_shows_its_records():
     fresh = check.fresh(PILOT)
-    assert fresh and all(fresh.values()), f"run the notebooks of {[name for name in fresh if not fresh[name]]} again"
+    assert fresh and all(fresh.values()), (
+        f"run the notebooks of {[name for name in fresh if not fresh[name]]} again"
+    )
     assert all((paths.FIGURES / f"{name}.pdf").exists() for name in fresh)
 
 
@@ -45,7 +47,10 @@ def test_figures_in_readme_exist():
 
 def test_readme_answers_on_its_first_screen():
     screen = readme.README.read_text(encoding="utf-8").split("\n## ")[0]
-    assert all(word in screen for word in ("**Question.**", "begin:answer", "**Data.**", "minutes", "figures/", "begin:headline"))
+    assert all(
+        word in screen
+        for word in ("**Question.**", "begin:answer", "**Data.**", "minutes", "figures/", "begin:headline")
+    )
 
 
 def test_every_generated_table_is_shown():
@@ -53,29 +58,37 @@ def test_every_generated_table_is_shown():
     assert tables and tables <= check.commands(TEX)
 
 
-@pytest.mark.parametrize(("prose", "found"), [
-    ("a gain of 12 percent", ["12"]), ("recall \\RecallOurs{} at H2", []), ("as in \\citep{x2024} and $x^2$", []),
-    ("GSM8K and OLMoE-1B-7B-0924", []), ("% 13 of 14\nnothing", []), ("it hits 0.93\\,of all", ["0.93\\,of"]),
-    ("\\study[0.5\\linewidth]{04_recall}{Recall at 8.}{recall}", ["8.}{recall}"]),
-])
+@pytest.mark.parametrize(
+    ("prose", "found"),
+    [
+        ("a gain of 12 percent", ["12"]),
+        ("recall \\RecallOurs{} at H2", []),
+        ("as in \\citep{x2024} and $x^2$", []),
+        ("GSM8K and OLMoE-1B-7B-0924", []),
+        ("% 13 of 14\nnothing", []),
+        ("it hits 0.93\\,of all", ["0.93\\,of"]),
+        ("\\study[0.5\\linewidth]{04_recall}{Recall at 8.}{recall}", ["8.}{recall}"]),
+    ],
+)
 def test_typed_results_are_found(prose, found):
     assert check.typed_numbers(rf"\begin{{document}}{prose}\end{{document}}") == found
 
 
 def test_checks_find_what_is_wrong(tmp_path, monkeypatch):
-    shutil.copytree(paths.PAPER, tmp_path / "paper", ignore=shutil.ignore_patterns("generated"))
-    monkeypatch.setattr(paths, "PAPER", tmp_path / "paper")
-    broken = TEX.replace(r"\maketitle", r"\maketitle \NoSuchNumber{} 99 \study{04_nothing}{Nothing.}{nothing}")
-    (tmp_path / "paper" / "main.tex").write_text(broken)
-    generated = tmp_path / "paper" / "generated"
+    generated = tmp_path / "generated"
     generated.mkdir()
-    names = sorted(check.commands(TEX))
-    (generated / "numbers.tex").write_text("".join(latex.define(name, "x", "somewhere") for name in names))
+    (tmp_path / "main.tex").write_text(
+        r"\begin{document}\Known{} \NoSuchNumber{} 99 \study{04_nothing}{None.}{no}\end{document}"
+    )
+    (generated / "numbers.tex").write_text(latex.define("known", "x", "somewhere"))
     (generated / "tables.tex").write_text("\\newcommand{\\Sourceless}{1}\n")
+    monkeypatch.setattr(paths, "PAPER", tmp_path)
     monkeypatch.setattr(paths.Workspace, "generated", property(lambda self: generated))
     assert check.problems(PILOT) == [
-        "main.tex: '99' is typed, not a command", "main.tex uses \\NoSuchNumber, which no generated file defines",
-        "tables.tex: a definition without its source", "figure 04_nothing is missing: run notebook 04",
+        "main.tex: '99' is typed, not a command",
+        "main.tex uses \\NoSuchNumber, which no generated file defines",
+        "tables.tex: a definition without its source",
+        "figure 04_nothing is missing: run notebook 04",
     ]
 
 
@@ -89,14 +102,18 @@ def test_map_lists_the_notebooks_that_exist():
     assert sorted(stages.STAGES) == sorted(notebook.sources())
 
 
-@pytest.mark.skipif(shutil.which("latexmk") is None, reason="no LaTeX here; the paper workflow builds the PDF")
+@pytest.mark.skipif(
+    shutil.which("latexmk") is None, reason="no LaTeX here; the paper workflow builds the PDF"
+)
 def test_pdf_builds_from_made_up_records(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "DATA", tmp_path)
     monkeypatch.setattr(machine, "machine_id", lambda: "made-up")
     monkeypatch.setattr(machine, "register", lambda: "made-up")
     workspace = paths.Workspace("smoke")
     made_up_records.write(workspace)
+    made_up_records.draw(workspace)
     paper.write(workspace)
+    assert check.problems(workspace) == []
     pdf = paper.build(workspace)
     assert pdf.read_bytes().startswith(b"%PDF") and pdf.is_relative_to(tmp_path)
     log = pdf.with_suffix(".log").read_text(errors="replace")

@@ -14,7 +14,12 @@ PROTOCOL = manifest.read_yaml("protocol.yaml")
 TEXT = {"type": "string", "minLength": 5}
 DATE = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d$"}
 TEXTS = {"type": "array", "items": TEXT, "minItems": 1}
-NAMES = {"type": "array", "items": {"type": "string", "pattern": "^[a-z_]+$"}, "minItems": 1, "uniqueItems": True}
+NAMES = {
+    "type": "array",
+    "items": {"type": "string", "pattern": "^[a-z_]+$"},
+    "minItems": 1,
+    "uniqueItems": True,
+}
 COUNTS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "uniqueItems": True}
 
 
@@ -24,29 +29,66 @@ def mapping(**fields):
 
 
 TEST = mapping(
-    metric={"type": "string"}, variants={"type": "array", "items": {"type": "string"}, "minItems": 1},
-    direction={"enum": ["greater", "less"]}, bound={"type": "number"},
+    metric={"type": "string"},
+    variants={"type": "array", "items": {"type": "string"}, "minItems": 1},
+    direction={"enum": ["greater", "less"]},
+    bound={"type": "number"},
     config={"type": "object", "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True}},
 )
-HYPOTHESIS = mapping(name=TEXT, claim=TEXT, estimand=TEXT, support=TEXT, test=TEST,
-                     stage={"type": "string", "pattern": r"^\d\d_[a-z_]+$"})
+HYPOTHESIS = mapping(
+    name=TEXT,
+    claim=TEXT,
+    estimand=TEXT,
+    support=TEXT,
+    test=TEST,
+    stage={"type": "string", "pattern": r"^\d\d_[a-z_]+$"},
+)
 AMENDMENT = mapping(date=DATE, results_seen={"type": "boolean"}, what=TEXT, why=TEXT)
 SCHEMA = mapping(
-    title=TEXT, fixed=DATE, question=TEXT, seen_before=TEXT,
+    title=TEXT,
+    fixed=DATE,
+    question=TEXT,
+    seen_before=TEXT,
     statistics=mapping(
-        unit={"const": "prompt"}, resamples={"type": "integer", "minimum": 1000}, seed={"type": "integer"},
+        unit={"const": "prompt"},
+        resamples={"type": "integer", "minimum": 1000},
+        seed={"type": "integer"},
         interval={"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
-        paired={"const": True}, timing=TEXT, several_comparisons=TEXT,
+        paired={"const": True},
+        timing=TEXT,
+        several_comparisons=TEXT,
     ),
-    splits=mapping(shares=mapping(**dict.fromkeys(("train", "validation", "test"), {"type": "number"})),
-                   train=TEXT, validation=TEXT, test=TEXT, replication=TEXT, ood=TEXT),
+    splits=mapping(
+        shares=mapping(**dict.fromkeys(("train", "validation", "test"), {"type": "number"})),
+        train=TEXT,
+        validation=TEXT,
+        test=TEXT,
+        replication=TEXT,
+        ood=TEXT,
+    ),
     corpora={"type": "object", "minProperties": 3, "additionalProperties": {"type": "object"}},
-    decoding=mapping(new_tokens={"type": "integer"}, steps=TEXT,
-                     sampling=mapping(**dict.fromkeys(("temperature", "top_p", "seed"), {"type": "number"}))),
-    policies=mapping(predictors=NAMES, ours={"type": "string"}, baselines=NAMES, control={"type": "string"},
-                     caches=NAMES, cache_scopes=NAMES, cache_starts=NAMES, schedules=NAMES),
-    grid=mapping(budgets=COUNTS, slots=mapping(min={"const": 1}, max={"type": "integer"}), slots_shown=COUNTS,
-                 horizons=COUNTS, seeds=COUNTS),
+    decoding=mapping(
+        new_tokens={"type": "integer"},
+        steps=TEXT,
+        sampling=mapping(**dict.fromkeys(("temperature", "top_p", "seed"), {"type": "number"})),
+    ),
+    policies=mapping(
+        predictors=NAMES,
+        ours={"type": "string"},
+        baselines=NAMES,
+        control={"type": "string"},
+        caches=NAMES,
+        cache_scopes=NAMES,
+        cache_starts=NAMES,
+        schedules=NAMES,
+    ),
+    grid=mapping(
+        budgets=COUNTS,
+        slots=mapping(min={"const": 1}, max={"type": "integer"}),
+        slots_shown=COUNTS,
+        horizons=COUNTS,
+        seeds=COUNTS,
+    ),
     hypotheses=mapping(**{f"H{number}": HYPOTHESIS for number in range(1, 8)}),
     claims=mapping(allowed=TEXTS, forbidden=TEXTS),
     amendments={"type": "array", "items": AMENDMENT},
@@ -57,11 +99,19 @@ def test_protocol_has_every_field_and_no_other():
     jsonschema.validate(PROTOCOL, SCHEMA)
 
 
-@pytest.mark.parametrize("break_it", [
-    lambda p: p.pop("fixed"), lambda p: p["hypotheses"].pop("H2"), lambda p: p["hypotheses"]["H1"].pop("support"),
-    lambda p: p["amendments"].append({"date": "2026-12-01", "what": "more prompts", "why": "wide intervals"}),
-    lambda p: p["hypotheses"]["H4"]["test"].update(direction="smaller"), lambda p: p.update(fixed="30 November"),
-])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda p: p.pop("fixed"),
+        lambda p: p["hypotheses"].pop("H2"),
+        lambda p: p["hypotheses"]["H1"].pop("support"),
+        lambda p: p["amendments"].append(
+            {"date": "2026-12-01", "what": "more prompts", "why": "wide intervals"}
+        ),
+        lambda p: p["hypotheses"]["H4"]["test"].update(direction="smaller"),
+        lambda p: p.update(fixed="30 November"),
+    ],
+)
 def test_schema_refuses_a_broken_protocol(break_it):
     broken = copy.deepcopy(PROTOCOL)
     break_it(broken)

@@ -10,7 +10,19 @@ from matplotlib import pyplot as plt
 
 import made_up_records
 from dualdeadline import machine, paths, record, report
-from dualdeadline.report import figures, latex, look, numbers, paper, published, readme, runtime, tables, text, verdicts
+from dualdeadline.report import (
+    figures,
+    latex,
+    look,
+    numbers,
+    paper,
+    published,
+    readme,
+    runtime,
+    tables,
+    text,
+    verdicts,
+)
 
 SHARE = st.floats(-1, 1, allow_nan=False)
 
@@ -28,7 +40,7 @@ def workspace(tmp_path_factory):
 
 
 def draw(workspace, name="04_recall"):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **published.TEST)
     report.style()
     fig, ax = plt.subplots()
     report.curves(rows, "config.budget", ax)
@@ -58,12 +70,17 @@ def test_figure_knows_when_its_records_have_changed(workspace):
 
 
 def test_figure_says_kind_model_and_count(workspace):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **published.TEST)
     assert report.title(rows, "Recall") == "Recall\n(replayed; pilot-olmoe; n = 24)"
     behind = paper.behind(draw(workspace))
-    assert (behind["stage"], behind["machine"], behind["metric"]) == (["04_evaluation"], ["made-up"], ["recall"])
+    assert (behind["stage"], behind["machine"], behind["metric"]) == (
+        ["04_evaluation"],
+        ["made-up"],
+        ["recall"],
+    )
     assert report.provenance_line(rows) == (
-        "notebooks/04_evaluation.py via data_manifests/records/04_evaluation.csv; machine made-up")
+        "notebooks/04_evaluation.py via data_manifests/records/04_evaluation.csv; machine made-up"
+    )
 
 
 def test_figure_without_records_or_stage_is_refused(workspace):
@@ -111,10 +128,15 @@ def test_difference_label_names_both():
     assert report.label("residual_gate-gate_ahead") == "ResidualGate (ours) - gate-ahead"
 
 
-@pytest.mark.parametrize(("ends", "said"), [
-    ((0.76349, 0.758, 0.7691), "0.763 [0.758, 0.769]"), ((0.5,), "0.500"), ((float("nan"),), "–"),
-    ((0.5, float("nan"), float("nan")), "0.500"),
-])
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ((0.76349, 0.758, 0.7691), "0.763 [0.758, 0.769]"),
+        ((0.5,), "0.500"),
+        ((float("nan"),), "–"),
+        ((0.5, float("nan"), float("nan")), "0.500"),
+    ],
+)
 def test_value_with_interval(ends, said):
     assert report.value(*ends) == said
 
@@ -208,7 +230,9 @@ def test_escaped_text_holds_no_bare_special(words):
 
 def test_readme_blocks_are_filled_and_filling_again_changes_nothing(workspace, tmp_path):
     target = tmp_path / "README.md"
-    target.write_text("x\n" + "\n".join(f"<!-- begin:{name} -->\nbefore\n<!-- end:{name} -->" for name in readme.BLOCKS))
+    target.write_text(
+        "x\n" + "\n".join(f"<!-- begin:{name} -->\nbefore\n<!-- end:{name} -->" for name in readme.BLOCKS)
+    )
     _time_stages(workspace)
     assert readme.fill(workspace, target) and not readme.fill(workspace, target)
     filled = target.read_text()
@@ -223,10 +247,16 @@ def test_readme_with_a_lost_block_is_refused(workspace):
 
 def _time_stages(workspace):
     workspace.runs.mkdir(parents=True, exist_ok=True)
-    for name, run in {"01_corpus": {"duration": 30}, "02_traces": {"duration": 90}, "03_predictors": {"exception": True},
-                      "02_traces@seed=1": {"duration": 70}}.items():
+    for name, run in {
+        "01_corpus": {"duration": 30},
+        "02_traces": {"duration": 90},
+        "03_predictors": {"exception": True},
+        "02_traces@seed=1": {"duration": 70},
+    }.items():
         (workspace.runs / f"{name}.ipynb").write_text(json.dumps({"metadata": {"papermill": run}}))
-    recorder = record.Recorder("12_paper", made_up_records.MODEL, "run", workspace, {"profile": workspace.profile})
+    recorder = record.Recorder(
+        "12_paper", made_up_records.MODEL, "run", workspace, {"profile": workspace.profile}
+    )
     assert runtime.add(recorder, workspace) == 2  # neither failed runs nor those of a grid
     recorder.write()
 
@@ -238,7 +268,9 @@ def test_figure_fingerprint_ignores_when_and_where_in_git(workspace):
     csv = workspace.records / "05_replay.csv"
     original = csv.read_text()
     try:
-        csv.write_text(original.replace(rows["commit"].iloc[0], "0" * 40).replace(rows["time"].iloc[0], "2030-01-01"))
+        csv.write_text(
+            original.replace(rows["commit"].iloc[0], "0" * 40).replace(rows["time"].iloc[0], "2030-01-01")
+        )
         assert csv.read_text() != original and figures.fingerprint(workspace, behind) == before
     finally:
         csv.write_text(original)

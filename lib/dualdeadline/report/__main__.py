@@ -1,4 +1,4 @@
-"""`python -m dualdeadline.report readme|paper [--profile pilot]`: make README's blocks or the paper's tables again."""
+"""Make README's blocks or the paper's tables again: `python -m dualdeadline.report readme|paper`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from dualdeadline.report import paper, readme
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dualdeadline.report", description=__doc__)
     parser.add_argument("what", choices=("readme", "paper"))
-    parser.add_argument("--profile", default="pilot", choices=sorted(path.stem for path in paths.PROFILES.glob("*.yaml")))
+    parser.add_argument(
+        "--profile", default="pilot", choices=sorted(path.stem for path in paths.PROFILES.glob("*.yaml"))
+    )
     asked = parser.parse_args()
     workspace = paths.Workspace(asked.profile)
     if asked.what == "readme":

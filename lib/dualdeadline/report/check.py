@@ -1,4 +1,4 @@
-"""What must hold of the paper before it is read: provenance, defined commands, fresh figures, no typed results."""
+"""What must hold of the paper: provenance, defined commands, fresh figures, no typed results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from dualdeadline import paths
 from dualdeadline.report import paper
 
-# Digits that prose may hold because they are names, not results: hypotheses, model and data set names, formats.
+# Digits that are part of a name, not results: hypotheses, models, data sets, formats.
 NAMES = re.compile(r"\bH\d\b|OLMoE-1B-7B[\w-]*|GSM8K|H200|PowerInfer-2|bf16|float32|top-\$p\$")
 # Commands whose arguments are keys, lengths or file names.
-KEYED = re.compile(r"\\(?:cite[a-z]*|ref|label|input|bibliography\w*|begin|end|study|includegraphics)"
-                   r"(?:\[[^\]]*\])*\{[^{}]*\}")
+KEYED = re.compile(
+    r"\\(?:cite[a-z]*|ref|label|input|bibliography\w*|begin|end|study|includegraphics)"
+    r"(?:\[[^\]]*\])*\{[^{}]*\}"
+)
 MATH = re.compile(r"\\begin\{equation\*?\}.*?\\end\{equation\*?\}|\$[^$]*\$", re.DOTALL)
 
 
@@ -28,7 +30,7 @@ def typed_numbers(tex: str) -> list[str]:
 
 
 def commands(tex: str) -> set[str]:
-    r"""Commands of our own that `tex` uses: those with a capital letter first, as `latex.macro` makes them."""
+    r"""Commands of our own that `tex` uses: those with a capital letter first, see `latex.macro`."""
     return set(re.findall(r"\\([A-Z][A-Za-z]+)", body(tex)))
 
 
@@ -45,11 +47,18 @@ def shown_figures(tex: str) -> list[str]:
 def problems(workspace: paths.Workspace) -> list[str]:
     """Everything wrong with the paper of this workspace, in words; empty when nothing is."""
     tex = (paths.PAPER / "main.tex").read_text(encoding="utf-8")
-    generated = {name: (workspace.generated / name).read_text(encoding="utf-8") for name in ("tables.tex", "numbers.tex")}
+    generated = {
+        name: (workspace.generated / name).read_text(encoding="utf-8")
+        for name in ("tables.tex", "numbers.tex")
+    }
     found = [f"main.tex: {word!r} is typed, not a command" for word in typed_numbers(tex)]
-    found += [f"main.tex uses \\{name}, which no generated file defines"
-              for name in sorted(commands(tex) - set().union(*map(defined, generated.values())))]
-    found += [f"{name}: a definition without its source" for name, text in generated.items() if _unsourced(text)]
+    found += [
+        f"main.tex uses \\{name}, which no generated file defines"
+        for name in sorted(commands(tex) - set().union(*map(defined, generated.values())))
+    ]
+    found += [
+        f"{name}: a definition without its source" for name, text in generated.items() if _unsourced(text)
+    ]
     for name in shown_figures(tex):
         png = workspace.figures / f"{name}.png"
         if not (png.exists() and png.with_suffix(".pdf").exists()):
@@ -61,12 +70,14 @@ def problems(workspace: paths.Workspace) -> list[str]:
 
 def _unsourced(text: str) -> bool:
     lines = text.splitlines()
-    return any(line.startswith("\\newcommand{\\") and not line.startswith(r"\newcommand{\figurefolder}")
-               and not before.startswith("% ") for before, line in zip(["", *lines], lines, strict=False))
+    return any(
+        line.startswith("\\newcommand{\\")
+        and not line.startswith(r"\newcommand{\figurefolder}")
+        and not before.startswith("% ")
+        for before, line in zip(["", *lines], lines, strict=False)
+    )
 
 
 def fresh(workspace: paths.Workspace) -> dict[str, bool]:
     """For every saved figure, whether its records still say what it shows."""
     return {png.stem: not paper.stale(png, workspace) for png in sorted(workspace.figures.glob("*.png"))}
-
-

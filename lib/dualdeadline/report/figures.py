@@ -30,19 +30,23 @@ def curves(rows: pd.DataFrame, x: str, ax=None, hue: str = "variant", band: bool
     twice = rows.duplicated([hue, x])
     if twice.any():
         raise ValueError(f"{int(twice.sum())} points share {hue} and {x}; fix the other config keys first")
-    order = sorted(rows[hue].unique(), key=lambda name: (list(look.LOOKS) + [look.snake(name)]).index(look.snake(name)))
+    order = sorted(
+        rows[hue].unique(), key=lambda name: (list(look.LOOKS) + [look.snake(name)]).index(look.snake(name))
+    )
     for name in order:
         part = rows[rows[hue] == name].sort_values(x)
         ax.plot(part[x], part["median"] * scale, marker=".", **look.line(name))
         if band and part["low"].notna().all():
-            ax.fill_between(part[x], part["low"] * scale, part["high"] * scale, color=look.colour(name), alpha=0.18, lw=0)
+            ax.fill_between(
+                part[x], part["low"] * scale, part["high"] * scale, color=look.colour(name), alpha=0.18, lw=0
+            )
     return ax
 
 
 def title(rows: pd.DataFrame, text: str) -> str:
     """`text (replayed; pilot-olmoe; n = 24)`: what the rows are, on which model, over how many units.
 
-    `n` is the count the rows were made over (prompts, for everything resampled by prompt); a range if they differ.
+    `n` is the count the rows were made over (prompts, where prompts are resampled); a range if they differ.
     """
     if not len(rows):
         raise ValueError("no rows to draw; the filter before this figure let nothing through")
@@ -65,9 +69,9 @@ def source(rows: pd.DataFrame) -> dict:
 
 
 def fingerprint(workspace: paths.Workspace, source: dict) -> str:
-    """16 hex digits over what the records of `source` say (not over when or at which commit they were written).
+    """16 hex digits over what the records of `source` say, not over when or at which commit.
 
-    Covers every row of those stages, models, machines and metrics, so it changes when a figure needs redrawing.
+    Covers every row of those stages, models, machines and metrics: it changes when a figure needs redrawing.
     """
     rows = pd.concat([record.load(workspace.records / f"{stage}.csv") for stage in source["stage"]])
     for key in ("model", "machine", "metric"):
@@ -80,26 +84,30 @@ def fingerprint(workspace: paths.Workspace, source: dict) -> str:
 def save(fig, name: str, workspace: paths.Workspace, rows: pd.DataFrame | None = None) -> Path:
     """Write `<name>.png` and `<name>.pdf` in the workspace's figures folder; path of the PNG.
 
-    A line under the figure names the notebook, records file and machine; both files carry `source(rows)` and its
-    fingerprint, so a test can tell a figure that its records have outgrown. No dates, no versions: equal data,
-    equal bytes.
+    A line under the figure names the notebook, records file and machine; both files carry `source(rows)` and
+    its fingerprint, so a test can tell a figure that its records have outgrown. No dates, no versions: equal
+    data, equal bytes.
 
     Args:
         name: stage number and subject, e.g. `04_recall`.
-        rows: the record rows that the figure shows (write the records first, then draw); by default all rows of
-            the stage that `name` begins with.
+        rows: the record rows that the figure shows (write the records first, then draw); by default all rows
+            of the stage that `name` begins with.
 
     Raises:
         ValueError: there are no such rows, or `name` does not begin with a stage number.
     """
     rows = _stage_rows(name, workspace) if rows is None else rows
     if not len(rows):
-        raise ValueError(f"figure {name}: no record rows; write the records first, then draw from record.read")
+        raise ValueError(
+            f"figure {name}: no record rows; write the records first, then draw from record.read"
+        )
     line, behind = provenance_line(rows), source(rows)
     stamp = json.dumps(behind | {"records": fingerprint(workspace, behind)}, sort_keys=True)
     fig.supxlabel(line, x=0.01, ha="left", fontsize=4.5, color=look.GREY)
-    said = {"png": {"Software": None, "Source": line, "Comment": stamp},
-            "pdf": {"Creator": None, "Producer": None, "CreationDate": None, "Subject": line, "Keywords": stamp}}
+    said = {
+        "png": {"Software": None, "Source": line, "Comment": stamp},
+        "pdf": {"Creator": None, "Producer": None, "CreationDate": None, "Subject": line, "Keywords": stamp},
+    }
     for kind, metadata in said.items():
         with manifest.atomic(workspace.figures / f"{name}.{kind}") as temporary:
             fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)

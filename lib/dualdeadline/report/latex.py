@@ -8,8 +8,22 @@ import pandas as pd
 
 from dualdeadline.report.tables import Table
 
-ESCAPES = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-           "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$", "<": "$<$", ">": "$>$"}
+ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "×": r"$\times$",
+    "<": "$<$",
+    ">": "$>$",
+}
 DIGITS = "Zero One Two Three Four Five Six Seven Eight Nine".split()
 
 
@@ -35,11 +49,15 @@ def made_by(rows: pd.DataFrame) -> str:
         raise ValueError("a number without record rows has no provenance")
     parts = []
     for stage, part in rows.groupby("stage"):
-        commits = [commit[:10] + ("+" if dirty == "true" else "")
-                   for commit, dirty in sorted(set(zip(part["commit"], part["dirty"], strict=True)))]
+        commits = [
+            commit[:10] + ("+" if dirty == "true" else "")
+            for commit, dirty in sorted(set(zip(part["commit"], part["dirty"], strict=True)))
+        ]
         kinds = "/".join(sorted(set(part["kind"])))
-        parts.append(f"notebooks/{stage}.py, data_manifests/records/{stage}.csv ({kinds}), "
-                     f"machine {', '.join(sorted(set(part['machine'])))}, commit {', '.join(commits)}")
+        parts.append(
+            f"notebooks/{stage}.py, data_manifests/records/{stage}.csv ({kinds}), "
+            f"machine {', '.join(sorted(set(part['machine'])))}, commit {', '.join(commits)}"
+        )
     return "; ".join(parts)
 
 
@@ -49,15 +67,27 @@ def define(name: str, body: str, source: str) -> str:
 
 
 def table(finished: Table) -> str:
-    r"""`\TableName`: a booktabs float with caption, label `tab:name` and provenance note; two columns wide if needed."""
+    r"""`\TableName`: a booktabs float with caption, label `tab:name` and provenance note."""
     frame, source = finished.frame, made_by(finished.rows)
     environment = "table*" if finished.wide else "table"
     lines = [" & ".join(escape(cell) for cell in row) + r" \\" for row in frame.itertuples(index=False)]
     head = " & ".join(escape(cell) for cell in frame.columns) + r" \\"
-    body = "\n".join([
-        "%", rf"\begin{{{environment}}}[tbp]\centering", rf"\caption{{{escape(finished.caption)}}}",
-        rf"\label{{tab:{finished.name}}}", rf"\footnotesize\setlength{{\tabcolsep}}{{{finished.gap_pt}pt}}",
-        rf"\begin{{tabular}}{{{finished.align or 'l' + 'r' * (frame.shape[1] - 1)}}}", r"\toprule", head, r"\midrule",
-        *lines, r"\bottomrule", r"\end{tabular}", rf"\madeby{{{escape(source)}}}", rf"\end{{{environment}}}",
-    ])
+    body = "\n".join(
+        [
+            "%",
+            rf"\begin{{{environment}}}[tbp]\centering",
+            rf"\caption{{{escape(finished.caption)}}}",
+            rf"\label{{tab:{finished.name}}}",
+            rf"\footnotesize\setlength{{\tabcolsep}}{{{finished.gap_pt}pt}}",
+            rf"\begin{{tabular}}{{{finished.align or 'l' + 'r' * (frame.shape[1] - 1)}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *lines,
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\madeby{{{escape(source)}}}",
+            rf"\end{{{environment}}}",
+        ]
+    )
     return define(f"table_{finished.name}", body, source)

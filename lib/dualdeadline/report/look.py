@@ -9,7 +9,14 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 
 BLACK, GREY, SILVER = "#000000", "#767676", "#b3b3b3"
-BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = (
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#e69f00",
+    "#d55e00",
+    "#cc79a7",
+)
 OLIVE, WINE = "#999933", "#882255"  # Paul Tol's muted set; the six above are Okabe and Ito's
 SPARE = (OLIVE, WINE, PURPLE, SKY, ORANGE, GREEN)
 SOLID, DASHED, DOTTED = "-", "--", ":"
@@ -45,13 +52,29 @@ LOOKS = {
 
 def style() -> None:
     """Set the seaborn theme and make saved files depend on their data only (fixed salt, embedded fonts)."""
-    sns.set_theme(context="paper", style="whitegrid", rc={
-        "figure.figsize": (5.6, 3.3), "figure.constrained_layout.use": True, "figure.dpi": 100,
-        "font.family": "DejaVu Sans",  # ships with matplotlib: the same outlines on every machine
-        "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 7.5, "xtick.labelsize": 8, "ytick.labelsize": 8,
-        "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "grid.linewidth": 0.5,
-        "legend.frameon": False, "lines.linewidth": 1.5, "svg.hashsalt": "dualdeadline", "pdf.fonttype": 42,
-    })
+    sns.set_theme(
+        context="paper",
+        style="whitegrid",
+        rc={
+            "figure.figsize": (5.6, 3.3),
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 100,
+            "font.family": "DejaVu Sans",  # ships with matplotlib: the same outlines on every machine
+            "axes.titlesize": 9,
+            "axes.labelsize": 9,
+            "legend.fontsize": 7.5,
+            "xtick.labelsize": 8,
+            "ytick.labelsize": 8,
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.linewidth": 0.5,
+            "legend.frameon": False,
+            "lines.linewidth": 1.5,
+            "svg.hashsalt": "dualdeadline",
+            "pdf.fonttype": 42,
+        },
+    )
     plt.rcParams["image.cmap"] = "cividis"  # readable without colour vision and in grey
 
 
@@ -67,7 +90,7 @@ def _look(name: str) -> tuple[str, str, str]:
     family = max((known for known in LOOKS if key.startswith(f"{known}_")), key=len, default=None)
     if family:  # a variant such as shared_mlp_128: its family's colour, another dash
         text, shade, _ = LOOKS[family]
-        return f"{text}, {key[len(family) + 1:].replace('_', ' ')}", shade, DOTTED
+        return f"{text}, {key[len(family) + 1 :].replace('_', ' ')}", shade, DOTTED
     # a predictor added in one file gets a stable look without an edit here
     place = int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(SPARE)
     return str(name).replace("_", " "), SPARE[place], "-."

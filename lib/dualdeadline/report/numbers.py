@@ -24,8 +24,15 @@ class Number:
 
 def every(workspace: paths.Workspace) -> list[Number]:
     """All of them, in a fixed order."""
-    return [*_protocol(), *_model(), *_recall(workspace), *_cache(workspace), *_verdicts(workspace),
-            *_run(workspace), _commit(workspace)]
+    return [
+        *_protocol(),
+        *_model(),
+        *_recall(workspace),
+        *_cache(workspace),
+        *_verdicts(workspace),
+        *_run(workspace),
+        _commit(workspace),
+    ]
 
 
 def by_name(workspace: paths.Workspace) -> dict[str, str]:
@@ -35,7 +42,9 @@ def by_name(workspace: paths.Workspace) -> dict[str, str]:
 
 def frame(workspace: paths.Workspace):
     """All of them for display."""
-    said = pd.DataFrame([(n.name, n.text, n.source) for n in every(workspace)], columns=["number", "text", "made by"])
+    said = pd.DataFrame(
+        [(n.name, n.text, n.source) for n in every(workspace)], columns=["number", "text", "made by"]
+    )
     return said.style.hide(axis="index").set_uuid("numbers")
 
 
@@ -47,15 +56,20 @@ def _protocol() -> list[Number]:
         "protocol_amendments": text.count(len(protocol["amendments"])) if protocol["amendments"] else "none",
         "resamples": text.count(protocol["statistics"]["resamples"]),
         "new_tokens": text.count(protocol["decoding"]["new_tokens"]),
-        "temperature": str(sampling["temperature"]), "top_p": str(sampling["top_p"]),
-        "horizon_first": str(min(horizons)), "horizon_last": str(max(horizons)),
+        "temperature": str(sampling["temperature"]),
+        "top_p": str(sampling["top_p"]),
+        "horizon_first": str(min(horizons)),
+        "horizon_last": str(max(horizons)),
     }
     return [Number(name, value, "data_manifests/protocol.yaml") for name, value in said.items()]
 
 
 def _model() -> list[Number]:
     model = manifest.read_yaml("models.yaml")[published.MODEL]
-    return [Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml") for key in "LEKHF"]
+    return [
+        Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml")
+        for key in "LEKHF"
+    ]
 
 
 def _said(rows: pd.DataFrame, variant: str) -> str:
@@ -87,14 +101,19 @@ def _verdicts(workspace: paths.Workspace) -> list[Number]:
         lines, rows = verdicts.comparisons(workspace, name, published.MODEL)
         source = latex.made_by(rows) if len(rows) else "data_manifests/protocol.yaml (no records yet)"
         unanswered += [name] if verdicts.verdict_of(lines) == text.OPEN else []
-        said += [Number(f"verdict_{name.lower()}", verdicts.verdict_of(lines), source),
-                 Number(f"comparisons_{name.lower()}", verdicts.count_supported(lines), source)]
+        said += [
+            Number(f"verdict_{name.lower()}", verdicts.verdict_of(lines), source),
+            Number(f"comparisons_{name.lower()}", verdicts.count_supported(lines), source),
+        ]
     return [*said, Number("open_hypotheses", ", ".join(unanswered) or "none", "data_manifests/protocol.yaml")]
 
 
 def _run(workspace: paths.Workspace) -> list[Number]:
     made = runtime.minutes(workspace)
-    said = {"run_minutes": text.value(made.rows["median"].sum(), digits=1), "run_machine": runtime.hardware(made.rows)}
+    said = {
+        "run_minutes": text.value(made.rows["median"].sum(), digits=1),
+        "run_machine": runtime.hardware(made.rows),
+    }
     return [Number(name, value, latex.made_by(made.rows)) for name, value in said.items()]
 
 

@@ -15,15 +15,19 @@ from dualdeadline import manifest, paths, record
 from dualdeadline.report import figures, latex, numbers, published
 
 HEAD = "% Generated from data_manifests/records by notebooks/12_paper.py; edits here are lost.\n"
-INSTALL = ("apt-get install --no-install-recommends texlive-latex-recommended texlive-science lmodern latexmk; "
-           "or take the PDF that the paper workflow keeps for 30 days")
+INSTALL = (
+    "apt-get install --no-install-recommends texlive-latex-recommended texlive-science lmodern latexmk; "
+    "or take the PDF that the paper workflow keeps for 30 days"
+)
 
 
 def write(workspace: paths.Workspace) -> list[Path]:
     """Write `tables.tex` and `numbers.tex` into the workspace's generated folder; their paths."""
     tables = "".join(latex.table(make(workspace)) + "\n" for make in published.TABLES.values())
-    macros = "".join(latex.define(number.name, latex.escape(number.text), number.source)
-                     for number in numbers.every(workspace))
+    macros = "".join(
+        latex.define(number.name, latex.escape(number.text), number.source)
+        for number in numbers.every(workspace)
+    )
     files = {"tables.tex": tables, "numbers.tex": macros + _figures(workspace)}
     for name, text in files.items():
         manifest.write_text(workspace.generated / name, HEAD + text)
@@ -31,7 +35,7 @@ def write(workspace: paths.Workspace) -> list[Path]:
 
 
 def behind(png: Path) -> dict:
-    """What a saved figure says it was drawn from: stage, model, machine, metric lists and the records' fingerprint.
+    """What a saved figure says it was drawn from: stages, models, machines, metrics, and their fingerprint.
 
     Raises:
         ValueError: the file was not saved by `report.save`.

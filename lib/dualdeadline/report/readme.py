@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -15,12 +16,13 @@ README = paths.ROOT / "README.md"
 BLOCK = re.compile(r"<!-- begin:(?P<name>[a-z_]+) -->\n.*?<!-- end:(?P=name) -->", re.DOTALL)
 
 ANSWER = """\
-**So far:** one layer ahead and with room for {recall_budget} experts, the next layer's own router applied early finds
-{recall_gate_ahead} of the routed experts, the original study's learned predictor {recall_shared_mlp}, and that router
-with a learned low-rank correction {recall_residual_gate} ({recall_conditions}). That the correction beats both on what
-a cache of {cache_slots} of {model_e} experts misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with
-{cache_slots} slots per layer hits {hit_lru}, the optimum {hit_belady} ({hit_conditions}). Whether a second deadline
-pays on a GPU (H1): **{verdict_h1}**.
+**So far:** one layer ahead and with room for {recall_budget} experts, the next layer's own router applied
+early finds {recall_gate_ahead} of the routed experts, the original study's learned predictor
+{recall_shared_mlp}, and that router with a learned low-rank correction {recall_residual_gate}
+({recall_conditions}). That the correction beats both on what a cache of {cache_slots} of {model_e} experts
+misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with {cache_slots} slots per layer hits
+{hit_lru}, the optimum {hit_belady} ({hit_conditions}). Whether a second deadline pays on a GPU (H1):
+**{verdict_h1}**.
 
 **Time.** All of it runs again on {run_machine} in {run_minutes} minutes.
 """
@@ -37,7 +39,8 @@ def markdown(made: Table) -> str:
 
 def answer(workspace: paths.Workspace) -> str:
     """The result in a few sentences; numbers and verdict words come from records."""
-    return ANSWER.format(**numbers.by_name(workspace))
+    said = ANSWER.format(**numbers.by_name(workspace))
+    return "\n\n".join(textwrap.fill(part, 130) for part in said.split("\n\n")) + "\n"
 
 
 def verdicts(workspace: paths.Workspace) -> str:

@@ -37,9 +37,13 @@ def minutes(workspace: paths.Workspace) -> Table:
     """Minutes per stage and in total, with the machine they were taken on."""
     rows = rows_of(workspace, STAGE, "run_minutes").sort_values("variant")
     rows = rows[rows["scope.profile"] == workspace.profile]
-    lines = [[name, text.value(value, digits=1)] for name, value in zip(rows["variant"], rows["median"], strict=True)]
+    lines = [
+        [name, text.value(value, digits=1)]
+        for name, value in zip(rows["variant"], rows["median"], strict=True)
+    ]
     lines.append(["all of these", text.value(rows["median"].sum(), digits=1)])
-    caption = f"Measured run time of the {workspace.profile} profile on {hardware(rows)}, installation not included."
+    where = f"{workspace.profile} profile on {hardware(rows)}"
+    caption = f"Measured run time of the {where}, installation not included."
     return Table("minutes", caption, pd.DataFrame(lines, columns=["stage", "minutes"]), rows)
 
 

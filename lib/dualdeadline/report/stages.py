@@ -10,12 +10,20 @@ from dualdeadline.report import runtime, verdicts
 # stage -> question, what it reads, what it writes; a test compares the keys with the notebooks that exist
 STAGES = {
     "00_map": ("How does the study hang together, and how far is it?", "manifests, records", "nothing"),
-    "01_corpus": ("Which prompts, and is any shared between splits?", "pinned packages", "prompt ids and hashes"),
+    "01_corpus": (
+        "Which prompts, and is any shared between splits?",
+        "pinned packages",
+        "prompt ids and hashes",
+    ),
     "02_traces": ("What does the router choose while decoding?", "prompts, model", "traces"),
     "03_predictors": ("Which predictors, fitted how?", "traces", "fitted predictors, scores"),
     "04_evaluation": ("How much of the coming routes is predicted?", "scores, traces", "records, figures"),
     "05_replay": ("What do caches keep, what would stalls be?", "scores, traces", "records, figures"),
-    "12_paper": ("Does all that is said follow from records?", "records, figures", "tables, numbers, README, PDF"),
+    "12_paper": (
+        "Does all that is said follow from records?",
+        "records, figures",
+        "tables, numbers, README, PDF",
+    ),
     "90_pilot_model": ("How was the embedded model made?", "records of its training", "figures"),
 }
 
@@ -24,11 +32,20 @@ def overview(workspace: paths.Workspace):
     """Every stage with its question, input, output and, where the runner has timed it, minutes."""
     frame = pd.DataFrame.from_dict(STAGES, orient="index", columns=["question", "reads", "writes"])
     rows = record.read(workspace, runtime.STAGE)
-    rows = rows[(rows["metric"] == "run_minutes") & (rows["scope.profile"] == workspace.profile)] if len(rows) else rows
+    rows = (
+        rows[(rows["metric"] == "run_minutes") & (rows["scope.profile"] == workspace.profile)]
+        if len(rows)
+        else rows
+    )
     frame["minutes"] = frame.index.map(dict(zip(rows["variant"], rows["median"], strict=True)))
     frame["minutes"] = frame["minutes"].astype(float)
-    return frame.rename_axis("notebook").reset_index().style.hide(axis="index").format(
-        {"minutes": "{:.1f}"}, na_rep="–").set_uuid("stages")
+    return (
+        frame.rename_axis("notebook")
+        .reset_index()
+        .style.hide(axis="index")
+        .format({"minutes": "{:.1f}"}, na_rep="–")
+        .set_uuid("stages")
+    )
 
 
 def hypotheses(workspace: paths.Workspace, model: str):
@@ -44,8 +61,13 @@ def hypotheses(workspace: paths.Workspace, model: str):
 def models():
     """Models that records may name, with their sizes."""
     entries = manifest.read_yaml("models.yaml")
-    frame = pd.DataFrame([(name, entry["title"], *(entry[key] for key in "LEKHF"), entry["licence"])
-                          for name, entry in entries.items()], columns=["model", "title", *"LEKHF", "licence"])
+    frame = pd.DataFrame(
+        [
+            (name, entry["title"], *(entry[key] for key in "LEKHF"), entry["licence"])
+            for name, entry in entries.items()
+        ],
+        columns=["model", "title", *"LEKHF", "licence"],
+    )
     return frame.style.hide(axis="index").set_uuid("models")
 
 
@@ -53,7 +75,16 @@ def machines(workspace: paths.Workspace):
     """Machines that records name, and the stages each has rows for."""
     files = sorted(workspace.records.glob("*.csv"))
     rows = pd.concat([record.load(path) for path in files] or [pd.DataFrame(columns=record.FIELDS)])
-    lines = [(name, entry["cpu"], entry["cores"], entry["memory_gib"], entry["gpu"],
-              ", ".join(sorted(set(rows[rows["machine"] == name]["stage"])))) for name, entry in machine.known().items()]
+    lines = [
+        (
+            name,
+            entry["cpu"],
+            entry["cores"],
+            entry["memory_gib"],
+            entry["gpu"],
+            ", ".join(sorted(set(rows[rows["machine"] == name]["stage"]))),
+        )
+        for name, entry in machine.known().items()
+    ]
     frame = pd.DataFrame(lines, columns=["machine", "CPU", "cores", "GiB", "GPU", "stages"])
     return frame.style.hide(axis="index").set_uuid("machines")

@@ -14,7 +14,7 @@ MODEL = "pilot-olmoe"  # the model that the published tables show
 
 @dataclass
 class Table:
-    """A finished table: `frame` holds text only, `caption` its conditions, `rows` the records it was made from."""
+    """A finished table: `frame` holds text, `caption` its conditions, `rows` the records behind it."""
 
     name: str
     caption: str
@@ -28,14 +28,16 @@ class Table:
 def table(frame: pd.DataFrame, name: str, caption: str, workspace: paths.Workspace, digits: int = 3):
     """`frame` for display in a notebook, with its caption and numbers at `digits` places.
 
-    Writes nothing: what the paper and README show is a function in `published.TABLES` and is made by 12_paper.
+    Writes nothing: what paper and README show is a function in `published.TABLES`, run by 12_paper.
     """
     shown = frame.style.format(precision=digits, na_rep="–", thousands=",")
     return shown.set_caption(f"{name} ({workspace.profile} profile): {caption}").set_uuid(name)
 
 
-def rows_of(workspace: paths.Workspace, stage: str, metric: str | list[str], model: str = MODEL, **fixed) -> pd.DataFrame:
-    """Record rows of one metric (or several) with config keys fixed, e.g. `rows_of(ws, "04_evaluation", "recall", horizon=1)`.
+def rows_of(
+    workspace: paths.Workspace, stage: str, metric: str | list[str], model: str = MODEL, **fixed
+) -> pd.DataFrame:
+    """Record rows of one metric (or several) with config keys fixed, e.g. `horizon=1`.
 
     Raises:
         FileNotFoundError: the stage has written no records yet (names the stage).
@@ -54,7 +56,9 @@ def rows_of(workspace: paths.Workspace, stage: str, metric: str | list[str], mod
     return found
 
 
-def pivot(rows: pd.DataFrame, columns: str, index: str = "variant", head: str = "", digits: int = 3) -> pd.DataFrame:
+def pivot(
+    rows: pd.DataFrame, columns: str, index: str = "variant", head: str = "", digits: int = 3
+) -> pd.DataFrame:
     """Rows spread into a frame of text `value [low, high]`: labels down, the values of `columns` across.
 
     Raises:
@@ -62,7 +66,10 @@ def pivot(rows: pd.DataFrame, columns: str, index: str = "variant", head: str = 
     """
     if rows.duplicated([index, columns]).any():
         raise ValueError(f"several rows for one {index} and {columns}; fix the other config keys first")
-    cells = [text.value(*ends, digits=digits) for ends in zip(rows["median"], rows["low"], rows["high"], strict=True)]
+    cells = [
+        text.value(*ends, digits=digits)
+        for ends in zip(rows["median"], rows["low"], rows["high"], strict=True)
+    ]
     frame = rows.assign(cell=cells).pivot(index=index, columns=columns, values="cell").fillna("–")
     order = sorted(frame.index, key=_place)
     frame = frame.loc[order].rename(index=look.label).rename_axis(None, axis=1).reset_index()

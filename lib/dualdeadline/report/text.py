@@ -37,7 +37,7 @@ def verdict(low, high, direction: str = "greater", bound: float = 0.0) -> str:
         direction: `greater` or `less`, the side that supports the hypothesis.
 
     Returns:
-        `supported`, `not supported` or `open (no data yet)`. An interval that touches the bound is not support.
+        `supported`, `not supported` or `open (no data yet)`. Touching the bound is not support.
     """
     if direction not in ("greater", "less"):
         raise ValueError(f"direction is {direction!r}; needed: 'greater' or 'less'")

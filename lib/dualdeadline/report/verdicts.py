@@ -25,7 +25,7 @@ def _hypotheses(changed_ns: int) -> dict[str, dict]:  # read again only when the
 
 
 def comparisons(workspace: paths.Workspace, name: str, model: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Every comparison that hypothesis `name` needs, with its interval and verdict word; and the record rows used.
+    """Every comparison that hypothesis `name` needs, with interval and verdict word; and the rows used.
 
     A comparison without a row stands there as open. Columns: `COLUMNS`; `config` is a dict.
 
@@ -54,7 +54,9 @@ def _matching(rows: pd.DataFrame, variant: str, config: dict) -> pd.DataFrame:
         match &= rows[f"config.{key}"] == wanted if f"config.{key}" in rows else False
     found = rows[match]
     if len(found) > 1:
-        raise ValueError(f"{len(found)} rows answer {variant} with {config}; the protocol names one comparison")
+        raise ValueError(
+            f"{len(found)} rows answer {variant} with {config}; the protocol names one comparison"
+        )
     return found
 
 
@@ -65,7 +67,7 @@ def _line(name: str, model: str, variant: str, config: dict, found: pd.DataFrame
 
 
 def verdict_of(lines: pd.DataFrame) -> str:
-    """The word for a whole hypothesis: supported only if every comparison is; open while one has no interval."""
+    """The word for a whole hypothesis: supported if every comparison is, open while one has no interval."""
     words = set(lines["verdict"])
     if text.OPEN in words:
         return text.OPEN
