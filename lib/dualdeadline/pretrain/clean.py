@@ -7,22 +7,34 @@ import re
 from html import unescape
 
 SHORTEST, LONGEST_LINE, LARGEST_MODULE = 200, 1000, 200_000  # characters
-DROP_TAGS = frozenset("script style nav noscript svg math img button input select form iframe head template rustdoc-search".split())
+DROP_TAGS = frozenset(
+    (
+        "script style nav noscript svg math img button input select form iframe head template rustdoc- search"
+    ).split()
+)
 DROP_IDS = frozenset(
-    "leftnav column2 gtoc settings-menu rustdoc-vars search help synthetic-implementations blanket-implementations "
-    "trait-implementations synthetic-implementations-list blanket-implementations-list trait-implementations-list "
-    "implementors implementors-list foreign-impls toc toggle-all-docs copy-path menu-bar table-of-contents".split()
+    (
+        "leftnav column2 gtoc settings-menu rustdoc-vars search help synthetic-implementations blanket- "
+        "implementations trait-implementations synthetic-implementations-list blanket-implementations-list "
+        "trait-implementations-list implementors implementors-list foreign-impls toc toggle-all-docs copy- "
+        "path menu-bar table-of-contents"
+    ).split()
 )
 DROP_CLASSES = frozenset(
-    "related sphinxsidebar footer headerlink navheader navfooter toc sidebar srclink test-arrow notable-traits "
-    "rightside since out-of-band tooltip nav-wrapper nav-wide-wrapper nav-chapters line-numbers linenos mark api_metadata "
-    "changelog viewcode-link id_link title-anchors pencil-before pencil-after paperclip-before paperclip-after "
-    "copyright mobile-topbar sub-logo-container picker stability-index title-since section-version hidden boring "
-    "section-title hideme footnote-backref js-flavor-toggle type-signature-toggle search-container".split()
+    (
+        "related sphinxsidebar footer headerlink navheader navfooter toc sidebar srclink test-arrow "
+        "notable-traits rightside since out-of-band tooltip nav-wrapper nav-wide-wrapper nav-chapters line- "
+        "numbers linenos mark api_metadata changelog viewcode-link id_link title-anchors pencil-before "
+        "pencil-after paperclip-before paperclip-after copyright mobile-topbar sub-logo-container picker "
+        "stability-index title-since section-version hidden boring section-title hideme footnote-backref "
+        "js-flavor-toggle type-signature-toggle search-container"
+    ).split()
 )
 BLOCKS = frozenset(
-    "p div section article h1 h2 h3 h4 h5 h6 ul ol dl dt dd li table tr pre blockquote details summary figure "
-    "figcaption main body hr header footer aside caption".split()
+    (
+        "p div section article h1 h2 h3 h4 h5 h6 ul ol dl dt dd li table tr pre blockquote details summary "
+        "figure figcaption main body hr header footer aside caption"
+    ).split()
 )
 CELLS = frozenset(("td", "th"))
 GENERATED = re.compile(
@@ -32,7 +44,7 @@ RIGHTS = re.compile(r"(?i)licen[cs]e|copyright|all rights reserved|spdx-")
 
 
 def html_text(page: bytes | str) -> str:
-    """Readable text of a documentation page: navigation, indexes and generated lists dropped, code kept verbatim."""
+    """Readable text of a documentation page: no navigation, indexes or generated lists; code verbatim."""
     from lxml import html
 
     if isinstance(page, bytes):
@@ -73,11 +85,11 @@ def _inline(text: str | None, verbatim: bool) -> str:
 
 
 def normalise(text: str, empty: int = 1) -> str:
-    """One newline style, no control or zero-width characters, no trailing blanks, at most `empty` empty lines."""
+    """One newline style, no control characters, no trailing blanks, at most `empty` empty lines in a row."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\xa0", " ").expandtabs(4)
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f\u200b-\u200f\ufeff\u00b6]", "", text)
     text = re.sub(r"[ ]+\n", "\n", text)
-    return re.sub(r"\n{%d,}" % (empty + 2), "\n" * (empty + 1), text).strip("\n ") + "\n"
+    return re.sub(rf"\n{{{empty + 2},}}", "\n" * (empty + 1), text).strip("\n ") + "\n"
 
 
 def python_source(text: str) -> str | None:

@@ -10,13 +10,17 @@ import xxhash
 
 WORD = re.compile(r"\w+")
 SHINGLE, OVERLAP = 5, 13  # words per shingle of a near-duplicate; words shared with a test set that condemn
-HASHES, BANDS, SIMILAR = 64, 16, 0.7  # MinHash values per document, bands of them, Jaccard similarity of a duplicate
+HASHES, BANDS, SIMILAR = (
+    64,
+    16,
+    0.7,
+)  # MinHash values per document, bands of them, Jaccard similarity of a duplicate
 PARAGRAPH = 80  # characters from which a repeated paragraph is dropped
 _known: dict[str, int] = {}
 
 
 def grams(text: str, words: int) -> np.ndarray:
-    """64-bit hashes of all runs of `words` words (case folded), sorted and unique; empty if the text is shorter."""
+    """64-bit hashes of all runs of `words` words (case folded), sorted and unique; none in a shorter text."""
     tokens = WORD.findall(text.lower())
     ids = np.fromiter((_word(token) for token in tokens), np.uint64, len(tokens))
     if len(ids) < words:

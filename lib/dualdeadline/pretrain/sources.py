@@ -6,6 +6,7 @@ import random
 import re
 import struct
 import subprocess
+import sys
 import tempfile
 import zipfile
 import zlib
@@ -15,20 +16,27 @@ from pathlib import Path
 from dualdeadline import corpus
 from dualdeadline.pretrain import clean
 
-# Which pages of a documentation package are read (a search in the path below usr/share/doc), and which are not:
-# indexes, one-page copies of a whole book, changelogs, source views, machine intrinsics, wxWidgets' own texts.
+# Which pages of a documentation package are read (searched in the path below usr/share/doc), which are not:
+# indexes, one-page copies of whole books, changelogs, source views, machine intrinsics, wxWidgets' texts.
 PAGES = {
-    "python3.11-doc": (r"python3\.11/html/.*\.html$", r"genindex|search|modindex|contents|changelog|license|copyright|_static"),
+    "python3.11-doc": (
+        r"python3\.11/html/.*\.html$",
+        r"genindex|search|modindex|contents|changelog|license|copyright|_static",
+    ),
     "postgresql-doc-15": (r"html/.*\.html$", r"bookindex|legalnotice|/index\.html"),
-    "rust-doc": (r"html/.+/.*\.html$", r"html/src/|/(core_)?arch/|core_simd|/print\.html|/all\.html|(first|second|2018)-edition"),
+    "rust-doc": (
+        r"html/.+/.*\.html$",
+        r"html/src/|/(core_)?arch/|core_simd|/print\.html|/all\.html|(first|second|2018)-edition",
+    ),
     "erlang-doc": (r"\.html$", r"/(wx|jinterface)-|notes|/index\.html|man_index|permuted|_frame|/java/"),
     "nodejs-doc": (r"api/.*\.html$", r"/(all|index|documentation|synopsis)\.html"),
 }
 FIRST_SEED, PROBLEMS = 10**7, 1250  # generator seeds of the training problems; prompts use seeds below 10**6
 OSIS = (  # the usual short names of the 66 books; both Bibles group their chapters by them
-    "Gen Exod Lev Num Deut Josh Judg Ruth 1Sam 2Sam 1Kgs 2Kgs 1Chr 2Chr Ezra Neh Esth Job Ps Prov Eccl Song Isa Jer Lam "
-    "Ezek Dan Hos Joel Amos Obad Jonah Mic Nah Hab Zeph Hag Zech Mal Matt Mark Luke John Acts Rom 1Cor 2Cor Gal Eph Phil "
-    "Col 1Thess 2Thess 1Tim 2Tim Titus Phlm Heb Jas 1Pet 2Pet 1John 2John 3John Jude Rev"
+    "Gen Exod Lev Num Deut Josh Judg Ruth 1Sam 2Sam 1Kgs 2Kgs 1Chr 2Chr Ezra Neh Esth Job Ps Prov Eccl "
+    "Song Isa Jer Lam Ezek Dan Hos Joel Amos Obad Jonah Mic Nah Hab Zeph Hag Zech Mal Matt Mark Luke John "
+    "Acts Rom 1Cor 2Cor Gal Eph Phil Col 1Thess 2Thess 1Tim 2Tim Titus Phlm Heb Jas 1Pet 2Pet 1John 2John "
+    "3John Jude Rev"
 ).split()
 
 Item = tuple[str, str, int, str | None]  # key, group, raw bytes, cleaned text or None
@@ -39,7 +47,17 @@ def download_command(row: dict, folder: Path) -> list[str]:
     if row["source"] == "debian":
         return ["apt-get", "download", f"{row['name']}={row['version']}"]
     *_, python, abi, platforms = row["file"].removesuffix(".whl").split("-")
-    command = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
     if platforms != "any":
         command += ["--implementation", "cp", "--python-version", "3.11", "--abi", abi]
         command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
@@ -83,7 +101,9 @@ def _pages(root: Path, row: dict) -> Iterator[Item]:
 def _wheel(path: Path) -> Iterator[Item]:
     with zipfile.ZipFile(path) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
-            if entry.filename.endswith(".py") and not re.search(r"_vendor|/extern(als?)?/|_pb2", entry.filename):
+            if entry.filename.endswith(".py") and not re.search(
+                r"_vendor|/extern(als?)?/|_pb2", entry.filename
+            ):
                 yield _module(entry.filename, archive.read(entry))
 
 
@@ -103,7 +123,9 @@ def _austen(root: Path, row: dict) -> Iterator[Item]:
         stream = zlib.decompressobj()
         lines = character_vector(stream.decompress(rest[4:]))  # four bytes give the length
         rest, title = stream.unused_data, lines[0].title()
-        starts = [place for place, line in enumerate(lines) if re.match(r"(?i)\s*(chapter|letter) [\divxl]+", line)]
+        starts = [
+            place for place, line in enumerate(lines) if re.match(r"(?i)\s*(chapter|letter) [\divxl]+", line)
+        ]
         for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
             text = clean.flow(lines[start:end])
             key = f"{title}/{start}"
@@ -124,7 +146,9 @@ def character_vector(data: bytes) -> list[str]:
 def _king_james(root: Path, row: dict) -> Iterator[Item]:
     """Chapters, one verse per line, read with the text's own reader, which knows its compression."""
     command = [root / "usr/bin/bible", "-f", "-p", root / "usr/lib", "gen1:1-rev22:21"]
-    verses = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+    verses = subprocess.run(
+        command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    ).stdout
     chapters: dict[tuple[str, str], list[str]] = {}
     for line in verses.splitlines():
         book, chapter, verse, text = re.match(r"(\d?[A-Za-z]+)(\d+):(\d+) (.*)", line).groups()
@@ -151,7 +175,10 @@ def _world_english(root: Path, row: dict) -> Iterator[Item]:
 
 def word_problems() -> Iterator[Item]:
     """Generated word problems with worked answers, `PROBLEMS` of each training template."""
-    from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import GSMSymbolicDataset, GSMSymbolicDatasetConfig
+    from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import (
+        GSMSymbolicDataset,
+        GSMSymbolicDatasetConfig,
+    )
 
     generators = GSMSymbolicDataset(GSMSymbolicDatasetConfig(size=1, seed=0)).generators
     for template in corpus.templates("pretrain"):

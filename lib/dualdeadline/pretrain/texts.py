@@ -6,6 +6,7 @@ themselves are never committed. `python -m dualdeadline.pretrain.texts` rebuilds
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import multiprocessing
@@ -25,9 +26,17 @@ from dualdeadline.pretrain import clean, dedupe, sources
 
 MANIFEST = paths.CORPORA / "pretrain.jsonl"
 NATURAL = tuple("python-doc postgresql-doc rust-doc erlang-doc nodejs-doc austen bible python-source".split())
-DOMAINS = (*NATURAL, "word-problems")
-REPETITIVE = frozenset(name for name in DOMAINS if name.endswith("-doc"))  # repeated paragraphs are dropped here
-COUNTS = ("files", "bytes_raw", "dropped_human_eval", "dropped_duplicates")  # of a manifest row, filled by a build
+SYNTHETIC = ("word-problems",)
+DOMAINS = NATURAL + SYNTHETIC
+REPETITIVE = frozenset(
+    name for name in DOMAINS if name.endswith("-doc")
+)  # repeated paragraphs are dropped here
+COUNTS = (
+    "files",
+    "bytes_raw",
+    "dropped_human_eval",
+    "dropped_duplicates",
+)  # of a manifest row, filled by a build
 HELD_OUT, HELD_OUT_BYTES = 0.03, 100_000  # share of a domain that is never trained on, and its least size
 FORBIDDEN = frozenset("pandas matplotlib seaborn dask distributed networkx numpy torch transformers".split())
 
@@ -75,10 +84,14 @@ def fetch(row: dict, folder: Path) -> Path:
     path = folder / row["file"]
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(sources.download_command(row, folder), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            sources.download_command(row, folder), cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )
     found = manifest.file_sha256(path)
     if found != row["sha256"]:
-        raise ValueError(f"{path} has SHA-256 {found}; the manifest needs {row['sha256']}. Remove it and run again")
+        raise ValueError(
+            f"{path} has SHA-256 {found}; the manifest needs {row['sha256']}. Remove it and run again"
+        )
     return path
 
 
@@ -92,9 +105,10 @@ def human_eval_grams() -> np.ndarray:
 
 
 def read(row: dict, folder: Path) -> tuple[list[Document], dict]:
-    """Cleaned documents of one package and its counts (files read, raw bytes); kept in `folder` for the next run."""
+    """Cleaned documents of one package and its counts; kept in `folder` for the next run of the same code."""
     code = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (sources, clean))
-    kept = folder / f"{row['name']}-{manifest.sha256(json.dumps(row, sort_keys=True) + code)[:16]}.json.gz"
+    origin = " ".join(str(row.get(key)) for key in ("name", "version", "sha256", "domain"))
+    kept = folder / f"{row['name']}-{manifest.sha256(origin + code)[:16]}.json.gz"
     if kept.exists():
         stored = json.loads(gzip.decompress(kept.read_bytes()))
         return [Document(**entry) for entry in stored["documents"]], stored["counts"]
@@ -110,11 +124,20 @@ def read(row: dict, folder: Path) -> tuple[list[Document], dict]:
     return documents, counts
 
 
+_forbidden = np.empty(
+    0, np.uint64
+)  # of a worker process, set once: sending it with every document would be slow
+
+
+def _forbid(hashes: np.ndarray) -> None:
+    global _forbidden
+    _forbidden = hashes
+
+
 def _examine(document: Document) -> tuple[bool, np.ndarray | None]:
     """Overlap with HumanEval, and the signature unless the document is generated from a template."""
-    generated = document.domain == "word-problems"
-    overlap = dedupe.shares(document.text, _examine.forbidden)
-    return overlap, None if generated else dedupe.signature(document.text)
+    overlap = dedupe.shares(document.text, _forbidden)
+    return overlap, None if document.domain in SYNTHETIC else dedupe.signature(document.text)
 
 
 def purge(documents: list[Document], processes: int = 2) -> tuple[list[Document], dict[str, dict[str, int]]]:
@@ -122,22 +145,19 @@ def purge(documents: list[Document], processes: int = 2) -> tuple[list[Document]
 
     Word problems share templates by design, so only their exact copies go. Counts are per package and reason.
     """
-    _examine.forbidden = human_eval_grams()
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(processes, initializer=_forbid, initargs=(human_eval_grams(),)) as pool:
         found = list(tqdm(pool.imap(_examine, documents, 64), "shingles", len(documents), unit="doc"))
-    verdict = dedupe.near_duplicates(tqdm([signature for _, signature in found], "near-duplicates", unit="doc"))
+    copies = dedupe.near_duplicates(signature for _, signature in found)
     dropped: dict = defaultdict(lambda: defaultdict(int))
     seen: dict[str, set[int]] = defaultdict(set)
     exact, kept = set(), []
-    for document, (overlap, _), duplicate in zip(documents, found, verdict, strict=True):
-        generated = document.domain == "word-problems"
-        reason = "human_eval" if overlap else "duplicates" if duplicate else None
-        if not reason and document.domain in REPETITIVE:
+    for document, (overlap, _), copy in zip(documents, found, copies, strict=True):
+        if not overlap and not copy and document.domain in REPETITIVE:
             document.text = dedupe.fresh_paragraphs(document.text, seen[document.domain])
-        if not reason and (document.text in exact or not generated and len(document.text) < clean.SHORTEST):
-            reason = "duplicates"
-        if reason:
-            dropped[document.source][reason] += 1
+        small = len(document.text) < clean.SHORTEST and document.domain not in SYNTHETIC
+        if overlap or copy or small or document.text in exact:
+            dropped[document.source]["human_eval" if overlap else "duplicates"] += 1
             continue
         exact.add(document.text)
         kept.append(document)
@@ -145,7 +165,7 @@ def purge(documents: list[Document], processes: int = 2) -> tuple[list[Document]
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Train and held-out documents: per domain, whole groups in the order of their hash until the share is met."""
+    """Train and held-out documents: of each domain whole groups, in hash order, until the share is met."""
     size: dict = defaultdict(lambda: defaultdict(int))
     for document in documents:
         size[document.domain][document.group] += len(document.text.encode())
@@ -167,7 +187,10 @@ def write(documents: list[Document], folder: Path) -> None:
     """One gzipped JSONL file per domain."""
     folder.mkdir(parents=True, exist_ok=True)
     for domain in DOMAINS:
-        with manifest.atomic(folder / f"{domain}.jsonl.gz") as temporary, gzip.open(temporary, "wt", 3) as lines:
+        with (
+            manifest.atomic(folder / f"{domain}.jsonl.gz") as temporary,
+            gzip.open(temporary, "wt", 3) as lines,
+        ):
             for document in documents:
                 if document.domain == domain:
                     lines.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
@@ -183,7 +206,7 @@ def load(folder: Path, domain: str) -> list[Document]:
 
 
 def build(out: Path, processes: int = 2) -> dict[str, dict]:
-    """Fetch, clean, purge, split; writes `out/train`, `out/heldout` and `out/counts.json`. Returns the counts.
+    """Fetch, clean, purge, split: `out/train`, `out/heldout` and `out/counts.json`; the counts per package.
 
     Raises:
         ValueError: a package differs from the manifest, or may not be used.
@@ -193,29 +216,20 @@ def build(out: Path, processes: int = 2) -> dict[str, dict]:
         fetch(row, downloads)
     listed = [row for row in listed if row["domain"]]  # the others only unpack a text
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        parts = list(tqdm(pool.imap(_Reader(downloads), listed), "clean", len(listed), unit="package"))
+        results = pool.imap(functools.partial(read, folder=downloads), listed)
+        parts = list(tqdm(results, "clean", len(listed), unit="package"))
     counts = {row["name"]: part[1] for row, part in zip(listed, parts, strict=True)}
     documents, dropped = purge([document for part in parts for document in part[0]], processes)
     for name, reasons in dropped.items():
         counts[name] |= {f"dropped_{reason}": number for reason, number in reasons.items()}
-    for name, documents_of in zip(("train", "heldout"), split(documents), strict=True):
-        write(documents_of, out / name)
-        for document in documents_of:
+    for name, part in zip(("train", "heldout"), split(documents), strict=True):
+        write(part, out / name)
+        for document in part:
             entry = counts[document.source].setdefault(name, {"documents": 0, "bytes": 0})
             entry["documents"] += 1
             entry["bytes"] += len(document.text.encode())
     manifest.write_text(out / "counts.json", json.dumps(counts, indent=1))
     return counts
-
-
-class _Reader:
-    """Picklable `read` with its folder, for the pool."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __call__(self, row: dict):
-        return read(row, self.folder)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ CONTEXT = 1024  # positions of the embedded model
 SAMPLE = {"python-source": 12_000_000, "word-problems": 1_500_000}  # characters the merges are learned from
 SAMPLE_OTHER = 3_500_000  # per domain: prose is a minor part of the bytes but not of the evaluation
 LIMIT = 40_000_000  # training tokens of one domain: what a training machine is sent stays below 50 MiB
-# Token values are 16-bit: telling the coder so saves about a tenth of the size.
+BLOCK = 8_000_000  # tokens compressed at a time, so that one large domain does not keep one core waiting
+# Token values are 16-bit: telling the coder so shortens the files.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 26, "lc": 2, "lp": 1, "pb": 1}]
 
 
@@ -49,7 +50,9 @@ def sample(folder: Path) -> Iterator[str]:
     """Documents of every domain in the order of their hash, up to the domain's share of characters."""
     for domain in texts.DOMAINS:
         left = SAMPLE.get(domain, SAMPLE_OTHER)
-        for document in sorted(texts.load(folder, domain), key=lambda document: manifest.sha256(document.key)):
+        for document in sorted(
+            texts.load(folder, domain), key=lambda document: manifest.sha256(document.key)
+        ):
             if left <= 0:
                 break
             left -= len(document.text)
@@ -61,8 +64,13 @@ def save(tokenizer, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=PAD, padding_side="left",
-        model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        bos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(folder)
 
@@ -74,62 +82,83 @@ def load(folder: Path = paths.PILOT / "olmoe"):
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def encode(tokenizer, documents: list[str], title: str, batch: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of all documents, each closed by the end token (uint16), and the offset where each starts (+ total)."""
-    pieces, offsets = [], [0]
+def encode(
+    tokenizer, documents: list[str], title: str, limit: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of leading documents, each closed by the end token (uint16), and the tokens of each document.
+
+    All documents, or as many as `limit` tokens hold.
+    """
+    pieces, total, batch = [np.empty(0, np.uint16)], 0, 512
     for start in tqdm(range(0, len(documents), batch), title, unit="batch"):
         for ids in tokenizer.encode_batch_fast(documents[start : start + batch], add_special_tokens=False):
+            total += len(ids) + 1
+            if limit and total > limit:
+                break
             pieces.append(np.array([*ids.ids, 0], np.uint16))
-            offsets.append(offsets[-1] + len(pieces[-1]))
-    return np.concatenate(pieces), np.array(offsets, np.int64)
+        if limit and total > limit:
+            break
+    return np.concatenate(pieces), np.array([len(piece) for piece in pieces[1:]], np.int64)
 
 
 def pack(source: Path, out: Path, tokenizer=None, limit: int = LIMIT, processes: int = 2) -> dict:
     """Token arrays of every domain as xz files in `out`, with `out/index.json` that says what they hold.
 
     Each part has tokens (end tokens included), bytes (UTF-8 of the texts alone), documents, file and SHA-256;
-    held-out parts also the tokens and bytes of every document, so that bits per byte are exact. Little-endian
-    uint16; the standard library unpacks them. A domain above `limit` training tokens keeps its first documents in
-    the order of their hash: a fair sample.
+    held-out parts also the tokens and bytes of every document, so that bits per byte are exact. The files are
+    little-endian uint16, and the standard library unpacks them. A domain with more than `limit` training tokens
+    keeps its first documents in the order of their hash: a fair sample.
     """
     tokenizer = tokenizer or load()
     out.mkdir(parents=True, exist_ok=True)
-    index: dict = {"vocab_size": tokenizer.get_vocab_size(), "end": 0, "pad": 1, "dtype": "<u2", "domains": {}}
-    jobs = []
+    index: dict = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "end": 0,
+        "pad": 1,
+        "dtype": "<u2",
+        "domains": {},
+    }
+    parts = []
     for domain in texts.DOMAINS:
         index["domains"][domain] = {}
         for part in ("train", "heldout"):
             tokens, entry = _part(source / part, domain, tokenizer, limit if part == "train" else None)
             index["domains"][domain][part] = entry
-            jobs.append((domain, part, out / f"{part}-{domain}.u16.xz", tokens))
+            parts.append((entry, out / f"{part}-{domain}.u16.xz", tokens))
+    blocks = [tokens[start : start + BLOCK] for *_, tokens in parts for start in range(0, len(tokens), BLOCK)]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        for domain, part, file in tqdm(pool.imap_unordered(_compress, jobs, 1), "compress", len(jobs), unit="file"):
-            index["domains"][domain][part] |= file
+        packed = iter(tqdm(pool.imap(_compress, blocks), "compress", len(blocks), unit="block"))
+        for entry, path, tokens in parts:
+            # xz streams one after the other are one xz file
+            data = b"".join(next(packed) for _ in range(0, len(tokens), BLOCK))
+            with manifest.atomic(path) as temporary:
+                temporary.write_bytes(data)
+            entry |= {"file": path.name, "packed_bytes": len(data), "sha256": manifest.sha256(data)}
     manifest.write_text(out / "index.json", json.dumps(index))
     return index
 
 
 def _part(folder: Path, domain: str, tokenizer, limit: int | None) -> tuple[np.ndarray, dict]:
     documents = sorted(texts.load(folder, domain), key=lambda document: manifest.sha256(document.key))
-    tokens, offsets = encode(tokenizer, [document.text for document in documents], f"{folder.name} {domain}")
-    sizes = [len(document.text.encode()) for document in documents]
-    if limit and offsets[-1] > limit:
-        count = int(np.searchsorted(offsets, limit, "right")) - 1
-        tokens, offsets, sizes = tokens[: offsets[count]], offsets[: count + 1], sizes[:count]
+    title = f"{folder.name} {domain}"
+    tokens, lengths = encode(tokenizer, [document.text for document in documents], title, limit)
+    sizes = [len(document.text.encode()) for document in documents[: len(lengths)]]
     by_source: Counter = Counter()
-    for document, length in zip(documents, np.diff(offsets).tolist(), strict=False):  # documents beyond the limit: none
+    for document, length in zip(documents[: len(lengths)], lengths.tolist(), strict=True):
         by_source[document.source] += length
-    entry = {"tokens": len(tokens), "bytes": sum(sizes), "documents": len(sizes), "tokens_by_source": by_source}
+    entry = {
+        "tokens": len(tokens),
+        "bytes": sum(sizes),
+        "documents": len(sizes),
+        "tokens_by_source": by_source,
+    }
     if limit is None:
-        entry |= {"document_tokens": np.diff(offsets).tolist(), "document_bytes": sizes}
+        entry |= {"document_tokens": lengths.tolist(), "document_bytes": sizes}
     return tokens, entry
 
 
-def _compress(job) -> tuple[str, str, dict]:
-    domain, part, path, tokens = job
-    with manifest.atomic(path) as temporary:
-        temporary.write_bytes(lzma.compress(tokens.astype("<u2").tobytes(), filters=FILTERS))
-    return domain, part, {"file": path.name, "packed_bytes": path.stat().st_size, "sha256": manifest.file_sha256(path)}
+def _compress(tokens: np.ndarray) -> bytes:
+    return lzma.compress(tokens.astype("<u2").tobytes(), filters=FILTERS)
 
 
 def unpack(folder: Path, domain: str, part: str) -> np.ndarray:
