@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from matplotlib import pyplot as plt
 
 from dualdeadline import paths, record, report
@@ -118,58 +120,50 @@ def evaluation(workspace) -> None:
 
 
 def replay(workspace) -> None:
-    rows = _recorder("05_replay", workspace, seed=0)
-    for policy in ("lru", "lfu", "belady"):
-        for scope in ("layer", "shared"):
-            for start in ("cold", "warm"):
-                for slots in (8, 16, 32, 48):
-                    keys = {
-                        "scope": scope,
-                        "start": start,
-                        "slots": slots,
-                        "corpus": "pilot",
-                        "split": "test",
-                    }
-                    rows.add(
-                        policy,
-                        "hit_rate",
-                        slots / 60,
-                        "share",
-                        "replayed",
-                        slots / 60 - 0.01,
-                        slots / 60 + 0.01,
-                        n=24,
-                        **keys,
-                    )
-    for name in ("none", "random", "gate_ahead", "residual_gate", "oracle"):
+    rows = _recorder("05_replay", workspace)
+    test = {"corpus": "pilot", "split": "test"}
+    for policy, scope, start, slots in itertools.product(
+        ("lru", "lfu", "belady"), ("layer", "shared"), ("cold", "warm"), (8, 16, 32, 48)
+    ):
+        keys = {"order": "token", "scope": scope, "start": start, "slots": slots, **test}
+        rate = slots / 60
+        rows.add(policy, "hit_rate", rate, "share", "replayed", rate - 0.01, rate + 0.01, n=24, **keys)
+    for name, slots in itertools.product(("none", "belady", "gate_ahead"), (16, 32, 48)):
+        budget, least = (4, 0.5) if name == "gate_ahead" else (0, 0.0)
+        keys = {
+            "policy": "belady" if name == "belady" else "lru",
+            "budget": budget,
+            "threshold": least,
+            **test,
+        }
+        rows.add(
+            name,
+            "prefetch_hit_rate",
+            slots / 50,
+            "share",
+            "replayed",
+            0.1,
+            0.99,
+            n=24,
+            horizon=1,
+            slots=slots,
+            charged=True,
+            **keys,
+        )
+    for name, budget in itertools.product(("random", "gate_ahead", "residual_gate", "oracle"), (0, 2, 4, 8)):
+        keys = {"budget": budget, "timings": "p50", "horizon": 1, **test}
         for schedule in ("monolithic", "staged"):
-            for budget in (2, 4, 8, 12, 16):
-                rows.add(
-                    name,
-                    "stall_ms",
-                    2 - budget / 10,
-                    "ms",
-                    "replayed",
-                    n=24,
-                    schedule=schedule,
-                    budget=budget,
-                    timings="p50",
-                )
+            rows.add(name, "stall_ms", 2 - budget / 10, "ms", "replayed", n=24, schedule=schedule, **keys)
+        for metric in ("stall_difference_ms", "stall_link_once_difference_ms"):
+            rows.add(name, metric, -0.1, "ms", "replayed", -0.12, -0.08, n=24, **keys)
     rows.write()
 
 
 def model(workspace) -> None:
     rows = _recorder("90_pilot_model", workspace)
-    for place, domain in enumerate(("python", "prose", "technical")):
-        rows.add(
-            "pilot-olmoe",
-            "bits_per_byte",
-            1.2 + place / 10,
-            "bits per byte",
-            "measured",
-            n=200,
-            domain=domain,
-        )
+    for place, domain in enumerate(("python-source", "austen", "word-problems", "macro")):
+        kind = "synthetic" if domain == "word-problems" else "natural"
+        rows.add(domain, "bits_per_byte", 1.2 + place / 10, "bit/byte", "measured", n=200, text=kind)
     rows.write()
 
 

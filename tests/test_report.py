@@ -40,7 +40,7 @@ def workspace(tmp_path_factory):
 
 
 def draw(workspace, name="04_recall"):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **published.TEST)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.TEST)
     report.style()
     fig, ax = plt.subplots()
     report.curves(rows, "config.budget", ax)
@@ -70,7 +70,7 @@ def test_figure_knows_when_its_records_have_changed(workspace):
 
 
 def test_figure_says_kind_model_and_count(workspace):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **published.TEST)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.TEST)
     assert report.title(rows, "Recall") == "Recall\n(replayed; pilot-olmoe; n = 24)"
     behind = paper.behind(draw(workspace))
     assert (behind["stage"], behind["machine"], behind["metric"]) == (

@@ -12,6 +12,7 @@ There is one path: notebooks write records, then draw from records; the paper, R
 12_paper take each table from the same function in `published.TABLES`.
 """
 
+from dualdeadline.report import published
 from dualdeadline.report.figures import curves, provenance_line, save, title
 from dualdeadline.report.look import colour, label, line, palette, style
 from dualdeadline.report.tables import rows_of, table
@@ -26,6 +27,7 @@ __all__ = [
     "line",
     "palette",
     "provenance_line",
+    "published",
     "rows_of",
     "save",
     "style",

@@ -8,7 +8,8 @@ import pandas as pd
 
 from dualdeadline import manifest, paths
 from dualdeadline.report import latex, published, runtime, text, verdicts
-from dualdeadline.report.tables import rows_of
+from dualdeadline.report.replay import COLD
+from dualdeadline.report.tables import MODEL, TEST, conditions, rows_of
 
 BUDGET, SLOTS = 8, 32  # of the headline numbers: as many experts as are routed, and half of the experts
 
@@ -65,7 +66,7 @@ def _protocol() -> list[Number]:
 
 
 def _model() -> list[Number]:
-    model = manifest.read_yaml("models.yaml")[published.MODEL]
+    model = manifest.read_yaml("models.yaml")[MODEL]
     return [
         Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml")
         for key in "LEKHF"
@@ -80,25 +81,25 @@ def _said(rows: pd.DataFrame, variant: str) -> str:
 
 
 def _recall(workspace: paths.Workspace) -> list[Number]:
-    rows = rows_of(workspace, "04_evaluation", "recall", horizon=1, budget=BUDGET, **published.TEST)
+    rows = rows_of(workspace, "04_evaluation", "recall", horizon=1, budget=BUDGET, **TEST)
     source = latex.made_by(rows)
     shown = {f"recall_{name}": _said(rows, name) for name in ("gate_ahead", "shared_mlp", "residual_gate")}
-    shown |= {"recall_budget": str(BUDGET), "recall_conditions": published.conditions(rows).lower()}
+    shown |= {"recall_budget": str(BUDGET), "recall_conditions": conditions(rows).lower()}
     return [Number(name, value, source) for name, value in shown.items()]
 
 
 def _cache(workspace: paths.Workspace) -> list[Number]:
-    rows = rows_of(workspace, "05_replay", "hit_rate", slots=SLOTS, **published.COLD)
+    rows = rows_of(workspace, "05_replay", "hit_rate", slots=SLOTS, **COLD)
     source = latex.made_by(rows)
     shown = {f"hit_{name}": _said(rows, name) for name in ("lru", "belady")}
-    shown |= {"cache_slots": str(SLOTS), "hit_conditions": published.conditions(rows).lower()}
+    shown |= {"cache_slots": str(SLOTS), "hit_conditions": conditions(rows).lower()}
     return [Number(name, value, source) for name, value in shown.items()]
 
 
 def _verdicts(workspace: paths.Workspace) -> list[Number]:
     said, unanswered = [], []
     for name in verdicts.hypotheses():
-        lines, rows = verdicts.comparisons(workspace, name, published.MODEL)
+        lines, rows = verdicts.comparisons(workspace, name, MODEL)
         source = latex.made_by(rows) if len(rows) else "data_manifests/protocol.yaml (no records yet)"
         unanswered += [name] if verdicts.verdict_of(lines) == text.OPEN else []
         said += [

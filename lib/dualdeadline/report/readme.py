@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from dualdeadline import manifest, paths
-from dualdeadline.report import latex, numbers, published, runtime
+from dualdeadline.report import latex, numbers, prediction, published, runtime
 from dualdeadline.report.tables import Table
 
 README = paths.ROOT / "README.md"
@@ -56,7 +56,7 @@ def costs(workspace: paths.Workspace) -> str:
 
 BLOCKS = {
     "answer": answer,
-    "headline": lambda workspace: markdown(published.headline(workspace)),
+    "headline": lambda workspace: markdown(prediction.headline(workspace)),
     "verdicts": verdicts,
     "costs": costs,
 }

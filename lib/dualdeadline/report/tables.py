@@ -10,6 +10,8 @@ from dualdeadline import paths, record
 from dualdeadline.report import look, text
 
 MODEL = "pilot-olmoe"  # the model that the published tables show
+TEST = {"corpus": "pilot", "split": "test"}
+SHOWN_SLOTS = (8, 16, 32, 48)
 
 
 @dataclass
@@ -84,3 +86,11 @@ def _place(name) -> tuple:
 
 def _whole(name) -> str:
     return str(int(name)) if isinstance(name, float) and name == int(name) else str(name)
+
+
+def conditions(rows: pd.DataFrame) -> str:
+    """`Replayed, pilot-olmoe, n = 24`: kind, model and count of some rows."""
+    kinds, models = "/".join(sorted(set(rows["kind"]))), ", ".join(sorted(set(rows["model"])))
+    sizes = sorted({int(size) for size in rows["n"]})
+    size = text.count(sizes[0]) if len(sizes) == 1 else f"{text.count(sizes[0])} to {text.count(sizes[-1])}"
+    return f"{kinds.capitalize()}, {models}, n = {size}"
