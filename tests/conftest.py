@@ -8,6 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: benchmarks; leave them out with -m 'not slow'")
+
+
 SMALL = {
     "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,

@@ -221,8 +221,8 @@ def load(key: str, device: str | None = None, dtype: str | None = None, experts:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = getattr(torch, dtype or entry(key)["dtype"])
     model = AutoModelForCausalLM.from_pretrained(source, revision=wanted, dtype=kind).to(device).eval()
-    model.set_experts_implementation(experts)
     spec = describe(model).facts()
+    model.set_experts_implementation(experts)
     wrong = {name: spec[name] for name in ("L", "E", "K", "H", "F") if entry(key).get(name, spec[name]) != spec[name]}
     if wrong:
         raise ValueError(f"{source} has {wrong}; needed: what data_manifests/models.yaml says of {key}")

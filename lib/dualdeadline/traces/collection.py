@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm.auto import tqdm
 
 from dualdeadline import manifest, models
@@ -25,15 +25,13 @@ from dualdeadline.traces.sampling import Sampling
 class Collection:
     """Everything that stays the same while a store is filled; `rows` is its index, prompt id -> row."""
 
-    model: torch.nn.Module
     spec: models.MoESpec
     path: Path
     meta: dict
-    new_tokens: int
-    sampling: Sampling | None
     stops: set[int]
     pad: int
     rows: dict[str, dict]
+    prompts: Sequence[Prompt]
 
 
 def collect(
@@ -55,51 +53,52 @@ def collect(
         ValueError: no prompts, a prompt longer than the context, or a folder made with another model or settings.
         OSError: the disk is full; what was collected before is kept and a later call goes on.
     """
-    run = _prepare(model, tokenizer, Path(out), new_tokens, sampling, resume)
     encoded = _encode_all(model, tokenizer, prompts, new_tokens)
-    pending = [p for p in prompts if not _sound(run, p, encoded[p.id])]
+    run = _prepare(model, tokenizer, Path(out), new_tokens, sampling, resume, prompts)
+    pending = [prompt for prompt in prompts if not _sound(run, prompt, encoded[prompt.id])]
     pending.sort(key=lambda prompt: len(encoded[prompt.id]))
-    position = {prompt.id: place for place, prompt in enumerate(prompts)}
     batches = [pending[start : start + batch_size] for start in range(0, len(pending), batch_size)]
     try:
+        _write_index(run)
         for batch in tqdm(batches, desc=f"traces {run.path.name}", unit="batch", disable=not batches):
             results = decode(
-                model, run.spec, [encoded[p.id] for p in batch], [p.id for p in batch],
+                model, run.spec, [encoded[prompt.id] for prompt in batch], [prompt.id for prompt in batch],
                 new_tokens, sampling, run.stops, run.pad,
             )
-            _keep(run, batch, results, encoded, position)
+            _keep(run, batch, results, encoded)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_state(run, prompts)) from None
+        raise KeyboardInterrupt(_state(run)) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise OSError(errno.ENOSPC, f"the disk is full; {_state(run, prompts)}", str(run.path)) from None
+        raise OSError(errno.ENOSPC, f"the disk is full; {_state(run)}", str(run.path)) from None
     return store.TraceStore(run.path)
 
 
-def _state(run: Collection, prompts: Sequence[Prompt]) -> str:
-    done = sum(prompt.id in run.rows for prompt in prompts)
-    return f"{done} of {len(prompts)} prompts are kept in {run.path}; run it again to go on"
+def _state(run: Collection) -> str:
+    done = sum(prompt.id in run.rows for prompt in run.prompts)
+    return f"{done} of {len(run.prompts)} prompts are kept in {run.path}; run it again to go on"
 
 
-def _prepare(model, tokenizer, out: Path, new_tokens: int, sampling: Sampling | None, resume: bool) -> Collection:
+def _prepare(model, tokenizer, out: Path, new_tokens, sampling, resume: bool, prompts) -> Collection:
     """Check the folder against these settings and write what is stored once per model."""
     spec = models.describe(model)
     meta = spec.facts() | {"model": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
     meta |= {"new_tokens": new_tokens, "sampling": asdict(sampling) if sampling else None}
+    meta |= {"experts": model.config.get_text_config()._experts_implementation}  # its rounding is part of the trace
     meta["settings"] = manifest.sha256(json.dumps(meta, sort_keys=True))[:16]
     rows = _existing(out, meta) if resume else {}
     routers = models.routers(spec)
     tensors = {name: getattr(routers, name) for name in ("weight", "bias", "norm", "correction")}
-    _save({k: v for k, v in tensors.items() if v is not None}, out / store.ROUTERS, {"settings": meta["settings"]})
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    meta["routers_sha256"] = _save(tensors, out / store.ROUTERS, {"settings": meta["settings"]})
     meta |= {"eps": routers.eps, "norm_topk_prob": routers.norm_topk_prob}
-    meta |= {"routers_sha256": manifest.file_sha256(out / store.ROUTERS)}
-    meta |= {"name": model.name_or_path, "revision": getattr(model.config, "_commit_hash", None)}
+    meta |= {"requested": len(prompts), "name": model.name_or_path, "revision": getattr(model.config, "_commit_hash", None)}
     manifest.write_text(out / store.META, json.dumps(meta, indent=1) + "\n")
     if not resume:
         (out / store.INDEX).unlink(missing_ok=True)
     stops, pad = special_tokens(model, tokenizer)
-    return Collection(model, spec, out, meta, new_tokens, sampling, stops, pad, rows)
+    return Collection(spec, out, meta, stops, pad, rows, prompts)
 
 
 def _existing(out: Path, meta: dict) -> dict[str, dict]:
@@ -131,7 +130,7 @@ def special_tokens(model, tokenizer) -> tuple[set[int], int]:
     found = getattr(model.generation_config, "eos_token_id", None)
     found = found if isinstance(found, list) else [found]
     stops = {token for token in [*found, tokenizer.eos_token_id] if token is not None}
-    return stops, next(iter([tokenizer.pad_token_id] if tokenizer.pad_token_id is not None else sorted(stops)), 0)
+    return stops, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -176,31 +175,40 @@ def _digest(ids: list[int]) -> str:
     return manifest.sha256(" ".join(map(str, ids)))
 
 
-def _keep(run: Collection, batch, results: list[Decoded], encoded: dict, position: dict[str, int]) -> None:
-    """Write a batch's files, then the index; on a full disk the files that fitted still enter the index."""
+def _keep(run: Collection, batch: Sequence[Prompt], results: list[Decoded], encoded: dict[str, list[int]]) -> None:
+    """Write a batch's files, then the index; on a full disk or Ctrl-C the files that are there still enter it."""
     try:
         for prompt, result in zip(batch, results, strict=True):
-            run.rows[prompt.id] = _write(run, prompt, result, encoded[prompt.id], position[prompt.id])
+            run.rows[prompt.id] = _write(run, prompt, result, encoded[prompt.id])
     finally:
-        for name, place in position.items():  # a longer corpus may have moved earlier prompts
-            if name in run.rows:
-                run.rows[name]["position"] = place
+        _write_index(run)
+
+
+def _write_index(run: Collection) -> None:
+    """Rows in the order of the prompts asked for; what is here but was not asked for stays, at position -1."""
+    asked = {prompt.id: place for place, prompt in enumerate(run.prompts)}
+    facts = {prompt.id: prompt._asdict() for prompt in run.prompts}
+    for name, row in run.rows.items():
+        row["position"] = asked.get(name, -1)
+        row |= {key: facts[name][key] for key in ("source", "split", "group")} if name in asked else {}
+    if run.rows:
         with manifest.atomic(run.path / store.INDEX) as temporary:
             pd.DataFrame(run.rows.values()).to_parquet(temporary, index=False)
 
 
-def _write(run: Collection, prompt: Prompt, result: Decoded, ids: list[int], position: int) -> dict:
+def _write(run: Collection, prompt: Prompt, result: Decoded, ids: list[int]) -> dict:
     name = f"{store.FILES}/{prompt.id}.safetensors"
     tensors = result.fields | {"tokens": result.tokens.int(), "prompt_tokens": torch.tensor(ids, dtype=torch.int32)}
     facts = {"id": prompt.id, "prompt": _digest(ids), "settings": run.meta["settings"], "finish": result.finish}
-    _save(tensors, run.path / name, facts)
     return {
-        "position": position, "id": prompt.id, "source": prompt.source, "split": prompt.split, "group": prompt.group,
-        "tokens": len(result.tokens), "prompt_tokens": len(ids), "finish": result.finish,
-        "file": name, "sha256": manifest.file_sha256(run.path / name),
+        "id": prompt.id, "tokens": len(result.tokens), "prompt_tokens": len(ids), "finish": result.finish,
+        "file": name, "sha256": _save(tensors, run.path / name, facts),
     }
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path, facts: dict[str, str]) -> None:
+def _save(tensors: dict[str, torch.Tensor], path: Path, facts: dict[str, str]) -> str:
+    """Write a safetensors file atomically; its SHA-256. Written as bytes, so that a full disk is an OSError."""
+    content = save({name: value.contiguous() for name, value in tensors.items()}, metadata=facts)
     with manifest.atomic(path) as temporary:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=facts)
+        temporary.write_bytes(content)
+    return manifest.sha256(content)

@@ -103,13 +103,18 @@ class TraceStore:
 
     Raises:
         FileNotFoundError: no store there; names the stage that makes it.
-        ValueError: a truncated or altered file, or an unknown split.
+        ValueError: an unfinished collection, a truncated or altered file, an unknown or empty split.
     """
 
     def __init__(self, path: Path):
         self.path = Path(path)
         self.meta: dict = json.loads(paths.need(self.path / META, STAGE).read_text(encoding="utf-8"))
-        self.index: pd.DataFrame = read_index(paths.need(self.path / INDEX, STAGE))
+        self.rows: pd.DataFrame = read_index(paths.need(self.path / INDEX, STAGE))
+        # rows of prompts that the latest collection did not ask for are kept, at position -1
+        self.index = self.rows[self.rows.position >= 0].reset_index(drop=True)
+        if len(self.index) < self.meta["requested"]:
+            raise ValueError(f"{self.path} holds {len(self.index)} of {self.meta['requested']} prompts: its collection "
+                             f"was stopped; run notebook {STAGE} again, which goes on where it was")
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -163,26 +168,38 @@ class TraceStore:
         return whole
 
     def _read(self, name: str, sha256: str) -> dict[str, torch.Tensor]:
-        problem = problem_with(self.path / name, sha256)
-        if problem:
-            raise ValueError(f"{problem}; run notebook {STAGE} again, which collects only what is missing or broken")
-        return safetensors.load((self.path / name).read_bytes())
+        try:
+            return safetensors.load(sound_bytes(self.path / name, sha256))
+        except ValueError as error:
+            raise ValueError(f"{error}; run notebook {STAGE} again, which collects only what is missing or broken") from None
 
     def verify(self) -> list[str]:
         """Every problem in the folder, one sentence each: missing, altered and foreign files; [] when sound."""
         found = [problem_with(self.path / ROUTERS, self.meta["routers_sha256"])]
-        found += [problem_with(self.path / row.file, row.sha256) for row in self.index.itertuples()]
-        known = {self.path / name for name in self.index.file}
+        found += [problem_with(self.path / row.file, row.sha256) for row in self.rows.itertuples()]
+        known = {self.path / name for name in self.rows.file}
         foreign = sorted(path for path in (self.path / FILES).glob("*") if path not in known)
         return [line for line in found if line] + [f"{path} is in no row of the index" for path in foreign]
 
 
+def sound_bytes(path: Path, sha256: str) -> bytes:
+    """Content of a file whose hash is known; ValueError says what is wrong with it."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    content = path.read_bytes()
+    found = manifest.sha256(content)
+    if found != sha256:
+        raise ValueError(f"{path} was truncated or altered (SHA-256 {found[:12]}, needed {sha256[:12]})")
+    return content
+
+
 def problem_with(path: Path, sha256: str) -> str:
     """What is wrong with a file whose hash is known; empty when nothing is."""
-    if not path.exists():
-        return f"{path} is missing"
-    found = manifest.file_sha256(path)
-    return "" if found == sha256 else f"{path} was truncated or altered (SHA-256 {found[:12]}, needed {sha256[:12]})"
+    try:
+        sound_bytes(path, sha256)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def read_index(path: Path) -> pd.DataFrame:
