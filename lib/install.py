@@ -17,6 +17,9 @@ LIB = os.path.dirname(os.path.abspath(__file__))
 OLDEST, NEWEST = (3, 11), (3, 13)
 # pycosat has no wheels and serves one puzzle generator that the study never calls
 NEEDS_COMPILER = ("pycosat", "reasoning-gym")
+PLACEHOLDER = """def itersolve(*_):
+    raise ImportError("pycosat was left out: it needs a C compiler and Python's headers")
+"""
 
 
 def check_python(version):
@@ -61,12 +64,16 @@ def create(folder):
     return python
 
 
+def path_of(python, name):
+    """A folder of `python` by its sysconfig name, such as include or purelib."""
+    ask = "import sysconfig; print(sysconfig.get_path('%s'))" % name
+    return subprocess.check_output([python, "-c", ask]).decode().strip()
+
+
 def can_compile(python):
     """Whether a C compiler and the headers of `python` are there."""
-    ask = "import sysconfig; print(sysconfig.get_path('include'))"
-    include = subprocess.check_output([python, "-c", ask])
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and os.path.exists(os.path.join(include.decode().strip(), "Python.h"))
+    return compiler is not None and os.path.exists(os.path.join(path_of(python, "include"), "Python.h"))
 
 
 def without_compiler(lock):
@@ -76,21 +83,27 @@ def without_compiler(lock):
     return "\n".join(rest) + "\n", [line for name, line in named if name == NEEDS_COMPILER[1]]
 
 
+def install_without_compiler(python, folder, pip):
+    """Everything but pycosat; reasoning-gym imports it, so a module that refuses to work takes its place."""
+    print("No C compiler or no Python headers: pycosat is left out (an unused puzzle generator needs it)")
+    with open(os.path.join(LIB, "requirements.lock")) as handle:
+        text, alone = without_compiler(handle.read())
+    reduced = os.path.join(folder, "without-compiler.txt")
+    with open(reduced, "w") as handle:
+        handle.write(text.replace("-c constraints", "-c " + os.path.join(LIB, "constraints")))
+    run(pip + ["-r", reduced])
+    run(pip + ["--no-deps"] + alone)
+    with open(os.path.join(path_of(python, "purelib"), "pycosat.py"), "w") as handle:
+        handle.write(PLACEHOLDER)
+
+
 def install(python, folder):
     """Install the lock, then the library in editable form, then the kernel that the notebooks name."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
-    lock = os.path.join(LIB, "requirements.lock")
     if can_compile(python):
-        run(pip + ["-r", lock])
+        run(pip + ["-r", os.path.join(LIB, "requirements.lock")])
     else:
-        print("No C compiler or no Python headers: pycosat is left out (an unused puzzle generator needs it)")
-        with open(lock) as handle:
-            text, alone = without_compiler(handle.read())
-        reduced = os.path.join(folder, "without-compiler.txt")
-        with open(reduced, "w") as handle:
-            handle.write(text.replace("-c constraints", "-c " + os.path.join(LIB, "constraints")))
-        run(pip + ["-r", reduced])
-        run(pip + ["--no-deps"] + alone)
+        install_without_compiler(python, folder, pip)
     run(pip + ["--no-deps", "--no-build-isolation", "--quiet", "-e", LIB])
     # the notebooks' header says display name python3; JupyterLab writes the kernel's own name on saving
     kernel = ["--sys-prefix", "--name", "python3", "--display-name", "python3"]

@@ -77,14 +77,21 @@ def test_lock_is_closed(platform):
     assert unmet(PLATFORMS[platform]) == []
 
 
-def test_a_wrong_pin_is_found():
-    environment = PLATFORMS["Linux 3.11"]
-    assert any(requirement.name == "triton" and requirement.marker.evaluate(environment)
-               and str(requirement.specifier) == "==3.7.1" for requirement in torch_requires())
-    assert pins(environment)["triton"] == "3.7.1" and pins(environment)["torch"] == "2.13.0"
-    assert "triton" not in pins(PLATFORMS["Darwin 3.12"])
-    (need,) = [requirement for requirement in torch_requires() if requirement.name == "triton"]
-    assert not need.specifier.contains("3.6.0")
+def test_wrong_and_missing_pins_are_found(monkeypatch):
+    environment = PLATFORMS["Linux 3.12"]
+    wrong = pins(environment) | {"triton": "3.6.0"}
+    del wrong["regex"]
+    monkeypatch.setitem(globals(), "pins", lambda _: wrong)
+    found = " ".join(unmet(environment))
+    assert "torch needs triton==3.7.1" in found and "locked is 3.6.0" in found
+    assert "transformers needs regex" in found
+
+
+def test_torch_and_triton_are_what_the_study_was_made_with():
+    for platform, environment in PLATFORMS.items():
+        locked = pins(environment)
+        assert locked["torch"] == "2.13.0" and locked["transformers"] == "5.17.0"
+        assert locked.get("triton") == ("3.7.1" if platform.startswith("Linux") else None)
 
 
 def test_installed_versions_are_the_locked_ones():

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -42,7 +43,7 @@ import time
 from dualdeadline import paths
 
 print((paths.Workspace(profile).traces / "a.txt").read_text(), paths.DATA)
-print("waiting", flush=True)
+(paths.DATA / "waiting").touch()
 time.sleep(wait_s)
 
 # %%
@@ -123,11 +124,9 @@ def test_interrupt_keeps_what_was_done(folder, tmp_path):
     script = f"import sys; from pathlib import Path; from dualdeadline import study; sys.exit(study.main(['run'], Path({str(folder)!r})))"
     process = subprocess.Popen([sys.executable, "-u", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True, env=dict(os.environ))
-    seen = b""
-    while b"02_second cell 3" not in seen:
-        got = os.read(process.stdout.fileno(), 4096)
-        assert got, seen.decode()
-        seen += got
+    while not (tmp_path / "data" / "waiting").exists():
+        assert process.poll() is None, process.stdout.read().decode()
+        time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130, rest.decode()

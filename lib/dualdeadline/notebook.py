@@ -101,14 +101,15 @@ def _fits(value, default) -> bool:
     if isinstance(default, float):
         return type(value) in (int, float)
     if isinstance(default, (list, tuple)):
+        if not isinstance(value, (list, tuple)):
+            return False
         # an empty default fixes no element type
-        same = not default or (isinstance(value, (list, tuple)) and all(_fits(item, default[0]) for item in value))
-        return isinstance(value, (list, tuple)) and same
+        return not default or all(_fits(item, default[0]) for item in value)
     return type(value) is type(default)
 
 
 def _like(value, default):
-    """The value in the type of the default (list or tuple, int or float), so that equal values hash equally."""
+    """The value in the type of the default (list or tuple, int or float): equal values then hash equally."""
     if isinstance(default, (list, tuple)):
         return type(default)(_like(item, default[0]) if default else item for item in value)
     return float(value) if isinstance(default, float) else value
@@ -176,7 +177,7 @@ def _small_png(data: str, where: str) -> str:
         Image.open(io.BytesIO(raw)).convert("RGB").quantize(256).save(buffer, "PNG", optimize=True)
         raw = buffer.getvalue()
     if len(raw) > PNG_LIMIT_BYTES:
-        raise ValueError(f"{where}: a picture of {len(raw)} bytes; needed: {PNG_LIMIT_BYTES} or less (lower its dpi)")
+        raise ValueError(f"{where}: a picture of {len(raw)} bytes; needed: {PNG_LIMIT_BYTES} (lower its dpi)")
     return base64.b64encode(raw).decode() + "\n"
 
 

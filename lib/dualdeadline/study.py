@@ -149,7 +149,8 @@ def execute(run: Run, workspace: paths.Workspace, bar) -> None:
             notebook.load(run.text), target, parameters=run.changed, kernel_name="python3",
             cwd=run.text.parent,
             progress_bar=False, extra_arguments=["--log-level=ERROR"],
-            on_cell_start=lambda cell, cell_index: bar.set_postfix_str(f"{run.name} cell {cell_index + 1}"),
+            on_cell_start=lambda cell, cell_index: bar.set_postfix_str(
+                f"{run.name} cell {cell_index + 1}", refresh=sys.stderr.isatty()),
             on_cell_executed=lambda cell, cell_index, execute_reply: bar.update(),
         )
     except papermill.PapermillExecutionError as error:
