@@ -22,6 +22,7 @@
 # %% tags=["parameters"]
 profile = "pilot"  # name of a file in notebooks/profiles
 model = "pilot-olmoe"  # key in data_manifests/models.yaml
+corpus = "pilot"  # prompt set whose test split the tables show
 build_pdf = True  # typeset the paper where latexmk exists
 preview_page = 1  # page of the PDF shown below
 
@@ -30,8 +31,10 @@ from IPython.display import Markdown, display
 
 from dualdeadline import paths, record
 from dualdeadline.report import check, numbers, paper, published, readme, runtime, verdicts
+from dualdeadline.report.tables import Subject
 
 workspace = paths.Workspace(profile)
+about = Subject(workspace, model, corpus)
 is_published = profile == "pilot"  # other profiles leave README alone
 
 # %% [markdown]
@@ -56,17 +59,17 @@ if stages_timed:  # none in a Lab session that never called the runner: the comm
 # README.
 
 # %%
-written = paper.write(workspace)
+written = paper.write(about)
 display(*[str(path.name) for path in written])
 
 # %% tags=["nbval-check-output"]
 print(sorted(published.TABLES))
 
 # %% tags=["table"]
-display(*[published.show(name, workspace) for name in published.TABLES])
+display(*[published.show(name, workspace, model, corpus) for name in published.TABLES])
 
 # %% tags=["table"]
-numbers.frame(workspace)
+numbers.frame(about)
 
 # %% [markdown]
 # ## Does the paper hold?
@@ -86,13 +89,13 @@ print("outdated figures:", outdated)
 
 # %%
 if is_published:
-    print("README changed" if readme.fill(workspace) else "README is up to date")
+    print("README changed" if readme.fill(about) else "README is up to date")
 
 # %% [markdown]
 # ## Answer
 
 # %%
-Markdown(f"Yes: {len(published.TABLES)} tables and {len(numbers.every(workspace))} numbers were made from records. "
+Markdown(f"Yes: {len(published.TABLES)} tables and {len(numbers.every(about))} numbers were made from records. "
          + verdicts.sentence(workspace, model))
 
 # %% [markdown]

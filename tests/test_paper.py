@@ -8,6 +8,7 @@ import pytest
 import made_up_records
 from dualdeadline import machine, notebook, paths
 from dualdeadline.report import check, latex, paper, readme, stages
+from dualdeadline.report.tables import Subject
 
 PILOT = paths.Workspace("pilot")
 TEX = (paths.PAPER / "main.tex").read_text(encoding="utf-8")
@@ -18,14 +19,16 @@ def test_tables_and_numbers_are_made_again_equal(tmp_path, monkeypatch):
     # where figures lie is written relative to the paper
     monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
     shutil.copytree(paths.ROOT / "figures", tmp_path / "figures")
-    for made in paper.write(PILOT):
+    for made in paper.write(Subject(PILOT)):
         committed = paths.PAPER / "generated" / made.name
         assert made.read_text() == committed.read_text(), f"{committed} is stale: make study ONLY=12"
 
 
 def test_readme_is_made_again_equal():
     text = readme.README.read_text(encoding="utf-8")
-    assert readme.filled(text, PILOT) == text, "README.md is stale: python -m dualdeadline.report readme"
+    assert readme.filled(text, Subject(PILOT)) == text, (
+        "README.md is stale: python -m dualdeadline.report readme"
+    )
 
 
 def test_paper_has_no_problems():
@@ -112,7 +115,7 @@ def test_pdf_builds_from_made_up_records(tmp_path, monkeypatch):
     workspace = paths.Workspace("smoke")
     made_up_records.write(workspace)
     made_up_records.draw(workspace)
-    paper.write(workspace)
+    paper.write(Subject(workspace))
     assert check.problems(workspace) == []
     pdf = paper.build(workspace)
     assert pdf.read_bytes().startswith(b"%PDF") and pdf.is_relative_to(tmp_path)

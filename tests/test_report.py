@@ -39,8 +39,13 @@ def workspace(tmp_path_factory):
         yield made
 
 
+@pytest.fixture
+def about(workspace):
+    return tables.Subject(workspace)
+
+
 def draw(workspace, name="04_recall"):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.TEST)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.Subject(workspace).test)
     report.style()
     fig, ax = plt.subplots()
     report.curves(rows, "config.budget", ax)
@@ -70,7 +75,7 @@ def test_figure_knows_when_its_records_have_changed(workspace):
 
 
 def test_figure_says_kind_model_and_count(workspace):
-    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.TEST)
+    rows = report.rows_of(workspace, "04_evaluation", "recall", horizon=1, **tables.Subject(workspace).test)
     assert report.title(rows, "Recall") == "Recall\n(replayed; pilot-olmoe; n = 24)"
     behind = paper.behind(draw(workspace))
     assert (behind["stage"], behind["machine"], behind["metric"]) == (
@@ -185,8 +190,8 @@ def test_pivot_refuses_to_hide_rows(workspace):
         tables.pivot(report.rows_of(workspace, "04_evaluation", "recall"), "config.budget")
 
 
-def test_tables_show_what_the_rows_say(workspace):
-    made = published.recall(workspace)
+def test_tables_show_what_the_rows_say(about):
+    made = published.recall(about)
     row = made.frame[made.frame.iloc[:, 0] == "gate-ahead"].iloc[0]
     expected = 0.02 * made_up_records.PREDICTORS.index("gate_ahead") + 8 / 20 + 0.05
     assert row["8"] == report.value(expected, expected - 0.01, expected + 0.01)
@@ -194,14 +199,14 @@ def test_tables_show_what_the_rows_say(workspace):
 
 
 @pytest.mark.parametrize("name", published.TABLES)
-def test_every_published_table_has_source_and_conditions(workspace, name):
-    made = published.TABLES[name](workspace)
+def test_every_published_table_has_source_and_conditions(about, name):
+    made = published.TABLES[name](about)
     assert len(made.frame) and len(made.rows) and made.name == name
     typeset = latex.table(made)
     assert typeset.startswith("% notebooks/") and "machine made-up" in typeset and "commit" in typeset
     assert typeset.count("\\\\\n") == len(made.frame) + 1
     assert made.caption.replace("%", "\\%")[:20] in typeset or latex.escape(made.caption) in typeset
-    assert published.show(name, workspace).to_html() == published.show(name, workspace).to_html()
+    assert made.frame.iloc[0, 0] in published.show(name, about.workspace).to_html()
 
 
 def test_unknown_table_is_named(workspace):
@@ -209,8 +214,8 @@ def test_unknown_table_is_named(workspace):
         published.show("nothing", workspace)
 
 
-def test_numbers_have_names_latex_accepts_and_sources(workspace):
-    every = numbers.every(workspace)
+def test_numbers_have_names_latex_accepts_and_sources(about):
+    every = numbers.every(about)
     names = [latex.macro(number.name) for number in every]
     assert len(set(names)) == len(names) and all(name.isalpha() for name in names)
     assert all(number.source.startswith(("data_manifests/", "notebooks/")) for number in every)
@@ -228,21 +233,21 @@ def test_escaped_text_holds_no_bare_special(words):
         assert typeset.replace(f"\\{special}", "").count(special) == 0
 
 
-def test_readme_blocks_are_filled_and_filling_again_changes_nothing(workspace, tmp_path):
+def test_readme_blocks_are_filled_and_filling_again_changes_nothing(about, tmp_path):
     target = tmp_path / "README.md"
     target.write_text(
         "x\n" + "\n".join(f"<!-- begin:{name} -->\nbefore\n<!-- end:{name} -->" for name in readme.BLOCKS)
     )
-    _time_stages(workspace)
-    assert readme.fill(workspace, target) and not readme.fill(workspace, target)
+    _time_stages(about.workspace)
+    assert readme.fill(about, target) and not readme.fill(about, target)
     filled = target.read_text()
     assert "before\n" not in filled and "**not supported**, 8 of 12 comparisons" in filled
     assert "| all of these " in filled and "2.0" in filled
 
 
-def test_readme_with_a_lost_block_is_refused(workspace):
+def test_readme_with_a_lost_block_is_refused(about):
     with pytest.raises(ValueError, match="needed, once each"):
-        readme.filled("nothing here", workspace)
+        readme.filled("nothing here", about)
 
 
 def _time_stages(workspace):

@@ -6,6 +6,7 @@ import argparse
 
 from dualdeadline import paths
 from dualdeadline.report import paper, readme
+from dualdeadline.report.tables import Subject
 
 
 def main() -> None:
@@ -15,13 +16,13 @@ def main() -> None:
         "--profile", default="pilot", choices=sorted(path.stem for path in paths.PROFILES.glob("*.yaml"))
     )
     asked = parser.parse_args()
-    workspace = paths.Workspace(asked.profile)
+    about = Subject(paths.Workspace(asked.profile))
     if asked.what == "readme":
-        print("README.md changed" if readme.fill(workspace) else "README.md is up to date")
+        print("README.md changed" if readme.fill(about) else "README.md is up to date")
         return
-    for path in paper.write(workspace):
+    for path in paper.write(about):
         print(path)
-    print(paper.build(workspace) or f"no latexmk here, so no PDF: {paper.INSTALL}")
+    print(paper.build(about.workspace) or f"no latexmk here, so no PDF: {paper.INSTALL}")
 
 
 if __name__ == "__main__":

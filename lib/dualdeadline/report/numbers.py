@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from dualdeadline import manifest, paths
+from dualdeadline import manifest
 from dualdeadline.report import latex, published, runtime, text, verdicts
 from dualdeadline.report.replay import COLD
-from dualdeadline.report.tables import MODEL, TEST, conditions, rows_of
+from dualdeadline.report.tables import Subject, conditions
 
 BUDGET, SLOTS = 8, 32  # of the headline numbers: as many experts as are routed, and half of the experts
 
@@ -23,28 +23,28 @@ class Number:
     source: str
 
 
-def every(workspace: paths.Workspace) -> list[Number]:
+def every(about: Subject) -> list[Number]:
     """All of them, in a fixed order."""
     return [
         *_protocol(),
-        *_model(),
-        *_recall(workspace),
-        *_cache(workspace),
-        *_verdicts(workspace),
-        *_run(workspace),
-        _commit(workspace),
+        *_model(about),
+        *_recall(about),
+        *_cache(about),
+        *_verdicts(about),
+        *_run(about),
+        _commit(about),
     ]
 
 
-def by_name(workspace: paths.Workspace) -> dict[str, str]:
+def by_name(about: Subject) -> dict[str, str]:
     """`{name: text}` of `every`."""
-    return {number.name: number.text for number in every(workspace)}
+    return {number.name: number.text for number in every(about)}
 
 
-def frame(workspace: paths.Workspace):
+def frame(about: Subject):
     """All of them for display."""
     said = pd.DataFrame(
-        [(n.name, n.text, n.source) for n in every(workspace)], columns=["number", "text", "made by"]
+        [(n.name, n.text, n.source) for n in every(about)], columns=["number", "text", "made by"]
     )
     return said.style.hide(axis="index").set_uuid("numbers")
 
@@ -65,8 +65,8 @@ def _protocol() -> list[Number]:
     return [Number(name, value, "data_manifests/protocol.yaml") for name, value in said.items()]
 
 
-def _model() -> list[Number]:
-    model = manifest.read_yaml("models.yaml")[MODEL]
+def _model(about: Subject) -> list[Number]:
+    model = manifest.read_yaml("models.yaml")[about.model]
     return [
         Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml")
         for key in "LEKHF"
@@ -80,26 +80,26 @@ def _said(rows: pd.DataFrame, variant: str) -> str:
     return text.value(*row.iloc[0][["median", "low", "high"]])
 
 
-def _recall(workspace: paths.Workspace) -> list[Number]:
-    rows = rows_of(workspace, "04_evaluation", "recall", horizon=1, budget=BUDGET, **TEST)
+def _recall(about: Subject) -> list[Number]:
+    rows = about.rows("04_evaluation", "recall", horizon=1, budget=BUDGET, **about.test)
     source = latex.made_by(rows)
     shown = {f"recall_{name}": _said(rows, name) for name in ("gate_ahead", "shared_mlp", "residual_gate")}
     shown |= {"recall_budget": str(BUDGET), "recall_conditions": conditions(rows).lower()}
     return [Number(name, value, source) for name, value in shown.items()]
 
 
-def _cache(workspace: paths.Workspace) -> list[Number]:
-    rows = rows_of(workspace, "05_replay", "hit_rate", slots=SLOTS, **COLD)
+def _cache(about: Subject) -> list[Number]:
+    rows = about.rows("05_replay", "hit_rate", slots=SLOTS, **COLD, **about.test)
     source = latex.made_by(rows)
     shown = {f"hit_{name}": _said(rows, name) for name in ("lru", "belady")}
     shown |= {"cache_slots": str(SLOTS), "hit_conditions": conditions(rows).lower()}
     return [Number(name, value, source) for name, value in shown.items()]
 
 
-def _verdicts(workspace: paths.Workspace) -> list[Number]:
+def _verdicts(about: Subject) -> list[Number]:
     said, unanswered = [], []
     for name in verdicts.hypotheses():
-        lines, rows = verdicts.comparisons(workspace, name, MODEL)
+        lines, rows = verdicts.comparisons(about.workspace, name, about.model)
         source = latex.made_by(rows) if len(rows) else "data_manifests/protocol.yaml (no records yet)"
         unanswered += [name] if verdicts.verdict_of(lines) == text.OPEN else []
         said += [
@@ -109,8 +109,8 @@ def _verdicts(workspace: paths.Workspace) -> list[Number]:
     return [*said, Number("open_hypotheses", ", ".join(unanswered) or "none", "data_manifests/protocol.yaml")]
 
 
-def _run(workspace: paths.Workspace) -> list[Number]:
-    made = runtime.minutes(workspace)
+def _run(about: Subject) -> list[Number]:
+    made = runtime.minutes(about.workspace)
     said = {
         "run_minutes": text.value(made.rows["median"].sum(), digits=1),
         "run_machine": runtime.hardware(made.rows),
@@ -118,8 +118,8 @@ def _run(workspace: paths.Workspace) -> list[Number]:
     return [Number(name, value, latex.made_by(made.rows)) for name, value in said.items()]
 
 
-def _commit(workspace: paths.Workspace) -> Number:
+def _commit(about: Subject) -> Number:
     """The commits that the published records were made at, in the order of stages."""
-    rows = published.sources(workspace).rows
+    rows = published.sources(about).rows
     commits = list(dict.fromkeys(rows["commit"].str[:10]))
     return Number("records_commit", ", ".join(commits), "data_manifests/records/*.csv")

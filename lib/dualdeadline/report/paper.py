@@ -13,6 +13,7 @@ from PIL import Image
 
 from dualdeadline import manifest, paths, record
 from dualdeadline.report import figures, latex, numbers, published
+from dualdeadline.report.tables import Subject
 
 HEAD = "% Generated from data_manifests/records by notebooks/12_paper.py; edits here are lost.\n"
 INSTALL = (
@@ -21,12 +22,12 @@ INSTALL = (
 )
 
 
-def write(workspace: paths.Workspace) -> list[Path]:
+def write(about: Subject) -> list[Path]:
     """Write `tables.tex` and `numbers.tex` into the workspace's generated folder; their paths."""
-    tables = "".join(latex.table(make(workspace)) + "\n" for make in published.TABLES.values())
+    workspace = about.workspace
+    tables = "".join(latex.table(make(about)) + "\n" for make in published.TABLES.values())
     macros = "".join(
-        latex.define(number.name, latex.escape(number.text), number.source)
-        for number in numbers.every(workspace)
+        latex.define(number.name, latex.escape(number.text), number.source) for number in numbers.every(about)
     )
     files = {"tables.tex": tables, "numbers.tex": macros + _figures(workspace)}
     for name, text in files.items():

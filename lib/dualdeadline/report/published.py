@@ -8,19 +8,19 @@ from dualdeadline import paths, record
 from dualdeadline.report import latex, look, text, verdicts
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
 from dualdeadline.report.replay import caches, credit, prefetch, replay
-from dualdeadline.report.tables import MODEL, Table, conditions, pivot, rows_of
+from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions, pivot
 
 
-def traces(workspace: paths.Workspace) -> Table:
+def traces(about: Subject) -> Table:
     """Prompt sets: tokens and repetition."""
-    rows = rows_of(workspace, "02_traces", ["tokens", "repeated_4grams"])
+    rows = about.rows("02_traces", ["tokens", "repeated_4grams"])
     caption = f"Decode traces by prompt set. {conditions(rows)} prompts."
     return Table("traces", caption, pivot(rows, "metric", index="config.corpus", head="prompts"), rows)
 
 
-def training(workspace: paths.Workspace) -> Table:
+def training(about: Subject) -> Table:
     """The embedded model on held-out text, by domain."""
-    rows = rows_of(workspace, "90_pilot_model", "bits_per_byte")
+    rows = about.rows("90_pilot_model", "bits_per_byte")
     rows = rows.sort_values(["config.text", "variant"])
     frame = pd.DataFrame(
         {
@@ -37,11 +37,11 @@ def training(workspace: paths.Workspace) -> Table:
     return Table("training", caption, frame, rows, align="llrr")
 
 
-def hypotheses(workspace: paths.Workspace) -> Table:
+def hypotheses(about: Subject) -> Table:
     """The verdict on every hypothesis; open where the stage that answers it has no records."""
     lines, used = [], []
     for name, entry in verdicts.hypotheses().items():
-        found, rows = verdicts.comparisons(workspace, name, MODEL)
+        found, rows = verdicts.comparisons(about.workspace, name, about.model)
         used.append(rows)
         lines.append(
             [
@@ -53,14 +53,14 @@ def hypotheses(workspace: paths.Workspace) -> Table:
             ]
         )
     frame = pd.DataFrame(lines, columns=["", "hypothesis", "counts as support", "comparisons", "verdict"])
-    caption = f"Verdicts so far, model {MODEL}. Criteria were fixed before the results they speak of."
+    caption = f"Verdicts so far, model {about.model}. Criteria were fixed before the results they speak of."
     return Table("hypotheses", caption, frame, pd.concat(used), wide=True, align="llp{0.5\\linewidth}rl")
 
 
-def sources(workspace: paths.Workspace) -> Table:
+def sources(about: Subject) -> Table:
     """Every records file behind this paper."""
-    stages = sorted(path.stem for path in workspace.records.glob("*.csv"))
-    rows = pd.concat([record.read(workspace, stage) for stage in stages])
+    stages = sorted(path.stem for path in about.workspace.records.glob("*.csv"))
+    rows = pd.concat([record.read(about.workspace, stage) for stage in stages])
     frame = pd.DataFrame(
         [
             [
@@ -87,10 +87,10 @@ TABLES = {
 }
 
 
-def show(name: str, workspace: paths.Workspace):
+def show(name: str, workspace: paths.Workspace, model: str = MODEL, corpus: str = CORPUS):
     """A published table for display: the rows that the paper has, with caption and source."""
     if name not in TABLES:
         raise KeyError(f"table {name!r} is not published; known: {', '.join(TABLES)}")
-    made = TABLES[name](workspace)
+    made = TABLES[name](Subject(workspace, model, corpus))
     note = f"{made.caption} Source: {latex.made_by(made.rows)}."
     return made.frame.style.hide(axis="index").set_caption(note).set_uuid(name)

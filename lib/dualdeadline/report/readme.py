@@ -10,7 +10,7 @@ import pandas as pd
 
 from dualdeadline import manifest, paths
 from dualdeadline.report import latex, numbers, prediction, published, runtime
-from dualdeadline.report.tables import Table
+from dualdeadline.report.tables import Subject, Table
 
 README = paths.ROOT / "README.md"
 BLOCK = re.compile(r"<!-- begin:(?P<name>[a-z_]+) -->\n.*?<!-- end:(?P=name) -->", re.DOTALL)
@@ -37,32 +37,32 @@ def markdown(made: Table) -> str:
     return f"{_pipes(made.frame)}\n\n{made.caption} Made by {latex.made_by(made.rows)}.\n"
 
 
-def answer(workspace: paths.Workspace) -> str:
+def answer(about: Subject) -> str:
     """The result in a few sentences; numbers and verdict words come from records."""
-    said = ANSWER.format(**numbers.by_name(workspace))
+    said = ANSWER.format(**numbers.by_name(about))
     return "\n\n".join(textwrap.fill(part, 130) for part in said.split("\n\n")) + "\n"
 
 
-def verdicts(workspace: paths.Workspace) -> str:
+def verdicts(about: Subject) -> str:
     """Hypothesis, comparisons and verdict."""
-    made = published.hypotheses(workspace)
+    made = published.hypotheses(about)
     return _pipes(made.frame.drop(columns="counts as support")) + f"\n\n{made.caption}\n"
 
 
-def costs(workspace: paths.Workspace) -> str:
+def costs(about: Subject) -> str:
     """Minutes per stage of the last whole run."""
-    return markdown(runtime.minutes(workspace))
+    return markdown(runtime.minutes(about.workspace))
 
 
 BLOCKS = {
     "answer": answer,
-    "headline": lambda workspace: markdown(prediction.headline(workspace)),
+    "headline": lambda about: markdown(prediction.headline(about)),
     "verdicts": verdicts,
     "costs": costs,
 }
 
 
-def filled(text: str, workspace: paths.Workspace) -> str:
+def filled(text: str, about: Subject) -> str:
     """`text` with every block made anew.
 
     Raises:
@@ -74,15 +74,15 @@ def filled(text: str, workspace: paths.Workspace) -> str:
 
     def block(match: re.Match) -> str:
         name = match["name"]
-        return f"<!-- begin:{name} -->\n{BLOCKS[name](workspace)}<!-- end:{name} -->"
+        return f"<!-- begin:{name} -->\n{BLOCKS[name](about)}<!-- end:{name} -->"
 
     return BLOCK.sub(block, text)
 
 
-def fill(workspace: paths.Workspace, path: Path = README) -> bool:
+def fill(about: Subject, path: Path = README) -> bool:
     """Rewrite the blocks of `path`; whether anything changed."""
     old = path.read_text(encoding="utf-8")
-    new = filled(old, workspace)
+    new = filled(old, about)
     if new != old:
         manifest.write_text(path, new)
     return new != old

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dualdeadline import paths
 from dualdeadline.report import look
-from dualdeadline.report.tables import SHOWN_SLOTS, TEST, Table, conditions, pivot, rows_of
+from dualdeadline.report.tables import SHOWN_SLOTS, Subject, Table, conditions, pivot
 
-COLD = {"scope": "layer", "start": "cold", **TEST}
+COLD = {"scope": "layer", "start": "cold"}
 STALLING = ("random", "popularity", "gate_ahead", "shared_mlp", "residual_gate", "oracle")
 
 
-def caches(workspace: paths.Workspace) -> Table:
+def caches(about: Subject) -> Table:
     """Hit rates by policy, scope and start."""
-    rows = rows_of(workspace, "05_replay", "hit_rate", slots=SHOWN_SLOTS, **TEST)
+    rows = about.rows("05_replay", "hit_rate", slots=SHOWN_SLOTS, **about.test)
     names = rows["variant"].map(look.label) + ", " + rows["config.scope"] + ", " + rows["config.start"]
     caption = (
         "Hit rate by slots per layer (a shared pool has the same total), mean and 95 % interval over prompts; "
-        f"all experts of a token at once. {conditions(rows)}, test split of pilot."
+        f"all experts of a token at once. {conditions(rows)}, test split of {about.corpus}."
     )
     frame = pivot(rows.assign(line=names), "config.slots", index="line", head="cache \\ slots")
     return Table("caches", caption, frame, rows, wide=True)
 
 
-def prefetch(workspace: paths.Workspace) -> Table:
+def prefetch(about: Subject) -> Table:
     """Hit rates with copies ahead, beside LRU and the optimum without any."""
-    rows = rows_of(workspace, "05_replay", "prefetch_hit_rate", horizon=1, charged=True, **TEST)
+    rows = about.rows("05_replay", "prefetch_hit_rate", horizon=1, charged=True, **about.test)
     ahead = (
         (rows["config.policy"] == "lru") & (rows["config.budget"] == 4) & (rows["config.threshold"] == 0.5)
     )
@@ -32,14 +31,14 @@ def prefetch(workspace: paths.Workspace) -> Table:
     caption = (
         "Hit rate by slots per layer when at most 4 experts of probability 0.5 or more are copied ahead per token "
         "and layer, one layer ahead, each taking a slot from the LRU cache; beside no prefetch and Belady's optimum. "
-        f"{conditions(rows)}, test split of pilot."
+        f"{conditions(rows)}, test split of {about.corpus}."
     )
     return Table("prefetch", caption, pivot(rows, "config.slots", head="predictor \\ slots"), rows, wide=True)
 
 
-def replay(workspace: paths.Workspace) -> Table:
+def replay(about: Subject) -> Table:
     """Stall in the published accounting."""
-    rows = rows_of(workspace, "05_replay", "stall_ms", timings="p50", **TEST)
+    rows = about.rows("05_replay", "stall_ms", timings="p50", **about.test)
     rows = rows[rows["variant"].isin(STALLING)]
     rows = rows.assign(line=rows["variant"].map(look.label) + ", " + rows["config.schedule"])
     caption = (
@@ -55,10 +54,10 @@ def replay(workspace: paths.Workspace) -> Table:
     )
 
 
-def credit(workspace: paths.Workspace) -> Table:
+def credit(about: Subject) -> Table:
     """Staged minus monolithic: what is left when link time is charged once, and without prediction."""
     rules = {"stall_difference_ms": "as published", "stall_link_once_difference_ms": "link once"}
-    rows = rows_of(workspace, "05_replay", list(rules), timings="p50", **TEST)
+    rows = about.rows("05_replay", list(rules), timings="p50", **about.test)
     rows = rows[rows["variant"].isin(STALLING)]
     rows = rows.assign(line=rows["variant"].map(look.label) + ", " + rows["metric"].map(rules))
     caption = (

@@ -10,7 +10,7 @@ from dualdeadline import paths, record
 from dualdeadline.report import look, text
 
 MODEL = "pilot-olmoe"  # the model that the published tables show
-TEST = {"corpus": "pilot", "split": "test"}
+CORPUS = "pilot"  # and the prompt set
 SHOWN_SLOTS = (8, 16, 32, 48)
 
 
@@ -58,6 +58,24 @@ def rows_of(
     return found
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What tables and numbers are about: one model on one prompt set, by the records of a workspace."""
+
+    workspace: paths.Workspace
+    model: str = MODEL
+    corpus: str = CORPUS
+
+    @property
+    def test(self) -> dict[str, str]:
+        """Config of the rows on its test split."""
+        return {"corpus": self.corpus, "split": "test"}
+
+    def rows(self, stage: str, metric: str | list[str], **fixed) -> pd.DataFrame:
+        """`rows_of` for this model."""
+        return rows_of(self.workspace, stage, metric, self.model, **fixed)
+
+
 def pivot(
     rows: pd.DataFrame, columns: str, index: str = "variant", head: str = "", digits: int = 3
 ) -> pd.DataFrame:
@@ -73,8 +91,12 @@ def pivot(
         for ends in zip(rows["median"], rows["low"], rows["high"], strict=True)
     ]
     frame = rows.assign(cell=cells).pivot(index=index, columns=columns, values="cell").fillna("–")
-    order = sorted(frame.index, key=_place)
-    frame = frame.loc[order].rename(index=look.label).rename_axis(None, axis=1).reset_index()
+    ranks = (
+        rows.groupby(index)["variant"].first().map(_place)
+    )  # lines of one predictor or policy stay together
+    order = sorted(frame.index, key=lambda name: (ranks[name], name))
+    frame = frame.loc[order].rename(index=look.label if index == "variant" else str)
+    frame = frame.rename_axis(None, axis=1).rename_axis(index).reset_index()
     return frame.rename(columns={index: head}).rename(columns=_whole)
 
 
