@@ -9,22 +9,22 @@ from html import unescape
 SHORTEST, LONGEST_LINE, LARGEST_MODULE = 200, 1000, 200_000  # characters
 DROP_TAGS = frozenset(
     (
-        "script style nav noscript svg math img button input select form iframe head template rustdoc- search"
+        "script style nav noscript svg math img button input select form iframe head template rustdoc-search"
     ).split()
 )
 DROP_IDS = frozenset(
     (
-        "leftnav column2 gtoc settings-menu rustdoc-vars search help synthetic-implementations blanket- "
-        "implementations trait-implementations synthetic-implementations-list blanket-implementations-list "
-        "trait-implementations-list implementors implementors-list foreign-impls toc toggle-all-docs copy- "
-        "path menu-bar table-of-contents"
+        "leftnav column2 gtoc settings-menu rustdoc-vars search help synthetic-implementations "
+        "blanket-implementations trait-implementations synthetic-implementations-list "
+        "blanket-implementations-list trait-implementations-list implementors implementors-list "
+        "foreign-impls toc toggle-all-docs copy-path menu-bar table-of-contents"
     ).split()
 )
 DROP_CLASSES = frozenset(
     (
         "related sphinxsidebar footer headerlink navheader navfooter toc sidebar srclink test-arrow "
-        "notable-traits rightside since out-of-band tooltip nav-wrapper nav-wide-wrapper nav-chapters line- "
-        "numbers linenos mark api_metadata changelog viewcode-link id_link title-anchors pencil-before "
+        "notable-traits rightside since out-of-band tooltip nav-wrapper nav-wide-wrapper nav-chapters "
+        "line-numbers linenos mark api_metadata changelog viewcode-link id_link title-anchors pencil-before "
         "pencil-after paperclip-before paperclip-after copyright mobile-topbar sub-logo-container picker "
         "stability-index title-since section-version hidden boring section-title hideme footnote-backref "
         "js-flavor-toggle type-signature-toggle search-container"
