@@ -123,7 +123,7 @@ fits = selection.fit_all(plan, train, validation, workspace.scores, budgets, wor
 selection.write_index(fits, workspace, ours=ours, published=published)
 kept = {item.label for item in others + finalists}
 once = fits[(fits.seed == seed) & (fits.source == "") & fits.label.isin(kept)]
-selection.write_scores(list(once.folder), store.split("test"), corpus, workspace)
+written = selection.write_scores(list(once.folder), store.split("test"), corpus, workspace)
 
 # %% tags=["table"]
 table = once.pivot(index="label", columns="horizon", values=column).sort_values(1, ascending=False)

@@ -119,7 +119,7 @@ def measure_all(fits: pd.DataFrame, trace, corpus, split, settings: Settings, sc
     try:
         with ThreadPoolExecutor(workers) as pool:
             found = pool.map(one, fits.itertuples())
-            parts = list(tqdm(found, total=len(fits), desc=f"measure {corpus}", disable=None))
+            parts = list(tqdm(found, total=len(fits), desc=f"measure {corpus}"))
     finally:
         torch.set_num_threads(threads)
     return pd.concat(parts, ignore_index=True)

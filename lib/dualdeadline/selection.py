@@ -98,7 +98,7 @@ def fit_all(todo: Sequence[Job], train, validation, folder: Path, budgets: Seque
     try:
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(_fit, job, train, validation, folder, budgets, training) for job in todo]
-            rows = [future.result() for future in tqdm(futures, desc="fits", disable=None)]
+            rows = [future.result() for future in tqdm(futures, desc="fits")]
     finally:
         torch.set_num_threads(threads)
     return pd.concat([done, pd.DataFrame(rows)], ignore_index=True) if rows else done
@@ -213,7 +213,7 @@ def to_measure(fits: pd.DataFrame, labels: Sequence[str] = ()) -> pd.DataFrame:
 def write_scores(folders: Sequence[str], trace, name: str, workspace: paths.Workspace) -> list[Path]:
     """Scores [T, L-horizon, E] of saved predictors on a trace, in float16, as `<folder>/<name>.safetensors`."""
     written = []
-    for folder in tqdm(folders, desc=f"scores of {name}", disable=None):
+    for folder in tqdm(folders, desc=f"scores of {name}"):
         predictor = predictors.load(workspace.scores / folder, trace.routers)
         path = workspace.scores / folder / f"{name}.safetensors"
         with manifest.atomic(path) as temporary:
