@@ -25,6 +25,7 @@ PAGE = """<html><head><title>T</title><script>var x;</script></head><body>
     return  x
 </pre>
 <table><tr><th>name</th><td>use</td></tr></table>
+<div class="line-numbers">1 2 3</div>
 <div id="blanket-implementations-list"><p>impl From for T</p></div></body></html>"""
 LIMIT = 10_000  # tokens per domain of the packed sample
 WORDS = [f"word{number}" for number in range(400)]
@@ -44,11 +45,12 @@ def test_html_keeps_prose_and_code_and_drops_the_frame():
     text = clean.html_text(PAGE)
     assert "A heap is a tree." in text and "- first" in text and "- second" in text and "name  use" in text
     assert "def f(x):\n    return  x\n" in text, "code keeps its whitespace"
-    assert not any(word in text for word in ("Home", "Contents", "var x", "¶", "impl From"))
+    assert not any(word in text for word in ("Home", "Contents", "var x", "¶", "impl From", "1 2 3"))
 
 
 def test_osis_text_drops_notes_and_word_marks():
-    body = '<title>T</title><w lemma="x">Jesus</w> <w>wept</w> ,<note n="1">a note</note> <div sID="g" type="x-p"/>Amen &amp; so'
+    body = '<title>T</title><w lemma="x">Jesus</w> <w>wept</w> ,<note n="1">a note</note> '
+    body += '<div sID="g" type="x-p"/>Amen &amp; so'
     assert clean.osis_text(body) == "Jesus wept,\nAmen & so\n"
 
 
@@ -129,7 +131,7 @@ def test_purge_counts_duplicates_and_spares_generated_templates():
 
 
 def test_split_is_by_group_disjoint_and_deterministic():
-    documents = [document(number, group=f"book {number // 3}", text=passage(number, 400)) for number in range(900)]
+    documents = [document(n, group=f"book {n // 3}", text=passage(n, 400)) for n in range(900)]
     train, held = texts.split(documents)
     again = texts.split(random.Random(1).sample(documents, len(documents)))
     assert {entry.group for entry in train}.isdisjoint(entry.group for entry in held)
