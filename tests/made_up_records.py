@@ -17,11 +17,10 @@ PREDICTORS = (
 
 
 def write(workspace) -> None:
-    """Records of stages 02, 04, 05, 12 and 90 whose values follow from their keys by plain arithmetic."""
+    """Records of stages 02, 04, 05 and 12 whose values follow from their keys by plain arithmetic."""
     traces(workspace)
     evaluation(workspace)
     replay(workspace)
-    model(workspace)
     runs(workspace)
 
 
@@ -156,14 +155,6 @@ def replay(workspace) -> None:
             rows.add(name, "stall_ms", 2 - budget / 10, "ms", "replayed", n=24, schedule=schedule, **keys)
         for metric in ("stall_difference_ms", "stall_link_once_difference_ms"):
             rows.add(name, metric, -0.1, "ms", "replayed", -0.12, -0.08, n=24, **keys)
-    rows.write()
-
-
-def model(workspace) -> None:
-    rows = _recorder("90_pilot_model", workspace)
-    for place, domain in enumerate(("python-source", "austen", "word-problems", "macro")):
-        kind = "synthetic" if domain == "word-problems" else "natural"
-        rows.add(domain, "bits_per_byte", 1.2 + place / 10, "bit/byte", "measured", n=200, text=kind)
     rows.write()
 
 

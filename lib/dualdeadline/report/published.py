@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dualdeadline import paths, record
-from dualdeadline.report import latex, look, text, verdicts
+from dualdeadline.report import latex, routing, text, verdicts
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
 from dualdeadline.report.replay import caches, credit, prefetch, replay
 from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions, pivot
@@ -20,11 +20,12 @@ def traces(about: Subject) -> Table:
 
 def training(about: Subject) -> Table:
     """The embedded model on held-out text, by domain."""
-    rows = about.rows("90_pilot_model", "bits_per_byte")
-    rows = rows.sort_values(["config.text", "variant"])
+    rows = routing.training_records(MODEL)  # trained once, whatever the profile or the model in question
+    rows = rows[rows["metric"] == "bits_per_byte"]
+    rows = rows.assign(last=rows["variant"] == "macro").sort_values(["config.text", "last", "variant"])
     frame = pd.DataFrame(
         {
-            "domain": [look.label(name) for name in rows["variant"]],
+            "domain": list(rows["variant"].replace("macro", "macro average, natural")),
             "text": list(rows["config.text"]),
             "bits per byte": [text.value(value) for value in rows["median"]],
             "n": [text.count(size) for size in rows["n"]],

@@ -29,9 +29,9 @@ def prefetch(about: Subject) -> Table:
     )
     rows = rows[ahead | rows["variant"].isin(["none", "belady"])]
     caption = (
-        "Hit rate by slots per layer when at most 4 experts of probability 0.5 or more are copied ahead per token "
-        "and layer, one layer ahead, each taking a slot from the LRU cache; beside no prefetch and Belady's optimum. "
-        f"{conditions(rows)}, test split of {about.corpus}."
+        "Hit rate by slots per layer when at most 4 experts of probability 0.5 or more are copied ahead "
+        "per token and layer, one layer ahead, each taking a slot from the LRU cache; beside no prefetch and "
+        f"Belady's optimum. {conditions(rows)}, test split of {about.corpus}."
     )
     return Table("prefetch", caption, pivot(rows, "config.slots", head="predictor \\ slots"), rows, wide=True)
 
@@ -61,8 +61,8 @@ def credit(about: Subject) -> Table:
     rows = rows[rows["variant"].isin(STALLING)]
     rows = rows.assign(line=rows["variant"].map(look.label) + ", " + rows["metric"].map(rules))
     caption = (
-        "Staged minus monolithic stall in ms by budget, paired within prompts: as published, and with the link's "
-        f"time charged once. Below zero staged wins. {conditions(rows)}. Not measured."
+        "Staged minus monolithic stall in ms by budget, paired within prompts: as published, and with the "
+        f"link's time charged once. Below zero staged wins. {conditions(rows)}. Not measured."
     )
     frame = pivot(rows, "config.budget", index="line", head="predictor, accounting")
     return Table("credit", caption, frame, rows, wide=True)
