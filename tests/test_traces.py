@@ -189,6 +189,16 @@ def test_prompt_that_ends_at_once_has_a_file_and_no_rows(tiny_model, tiny_prompt
     assert not set(silent) & set(found.split().prompt_ids) and len(found.prompts) == 9 and found.verify() == []
 
 
+def test_end_of_text_is_barred_for_the_first_steps(tiny_model, tiny_prompts, tmp_path, monkeypatch):
+    model, tokenizer = tiny_model("olmoe")
+    free = traces.collect(model, tokenizer, tiny_prompts, tmp_path / "free", 8, 4, WARM).split()
+    monkeypatch.setattr(model.generation_config, "eos_token_id", free.tokens.unique().tolist())
+    barred = traces.collect(model, tokenizer, tiny_prompts, tmp_path / "barred", 8, 4, WARM, min_new_tokens=3)
+    assert (barred.index.tokens >= 3).all() and not torch.isin(barred.split().tokens, free.tokens.unique()).any()
+    with pytest.raises(ValueError, match="min_new_tokens is 9"):
+        traces.collect(model, tokenizer, tiny_prompts, tmp_path / "wrong", 8, min_new_tokens=9)
+
+
 # resuming
 
 
@@ -282,7 +292,7 @@ def test_another_model_in_the_same_folder_is_refused(tiny_model, tiny_prompts, t
     traces.collect(model, tokenizer, tiny_prompts, tmp_path, 2)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj.mul_(1.01)
-    with pytest.raises(ValueError, match="model was .*, now .*; choose another folder"):
+    with pytest.raises(ValueError, match="model was .*, now .*; delete that folder"):
         traces.collect(model, tokenizer, tiny_prompts, tmp_path, 2)
 
 
@@ -311,8 +321,8 @@ def test_prompt_longer_than_the_context_is_refused_before_anything_is_written(co
 def test_chat_template_is_used_where_there_is_one(tiny_tokenizer):
     chat = copy.deepcopy(tiny_tokenizer)
     chat.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
-    assert chat.decode(collection.encode(chat, "how many")) == "<user>how many<answer>"
-    assert tiny_tokenizer.decode(collection.encode(tiny_tokenizer, "how many")) == "how many"
+    assert chat.decode(models.encode(chat, "how many")) == "<user>how many<answer>"
+    assert tiny_tokenizer.decode(models.encode(tiny_tokenizer, "how many")) == "how many"
 
 
 # reading

@@ -36,11 +36,12 @@ class Collection:
 
 def collect(
     model, tokenizer, prompts: Sequence[Prompt], out: Path, new_tokens: int = 96, batch_size: int = 16,
-    sampling: Sampling | None = None, resume: bool = True,
+    sampling: Sampling | None = None, resume: bool = True, min_new_tokens: int = 0,
 ) -> store.TraceStore:
     """Decode every prompt and store its trace; what is already there and sound is kept.
 
-    A prompt ends before the model's end-of-text token or after `new_tokens`, so traces differ in length.
+    A prompt ends before the model's end-of-text token or after `new_tokens`, so traces differ in length; the
+    end-of-text token is barred for the first `min_new_tokens`, as in transformers' `generate`.
 
     Args:
         model: transformers causal language model with MoE layers, on any device.
@@ -48,13 +49,17 @@ def collect(
         batch_size: does not influence what is stored beyond the rounding of the model's own products.
         sampling: None decodes greedily.
         resume: False collects every prompt again and replaces what the folder holds.
+        min_new_tokens: 0 to `new_tokens`; every trace has at least so many steps.
 
     Raises:
-        ValueError: no prompts, a prompt longer than the context, or a folder made with another model or settings.
+        ValueError: no prompts, `min_new_tokens` out of range, a prompt longer than the context, or a folder made with another model or settings.
         OSError: the disk is full; what was collected before is kept and a later call goes on.
     """
+    if not 0 <= min_new_tokens <= new_tokens:
+        raise ValueError(f"min_new_tokens is {min_new_tokens}; needed: 0 to new_tokens ({new_tokens})")
     encoded = _encode_all(model, tokenizer, prompts, new_tokens)
-    run = _prepare(model, tokenizer, Path(out), new_tokens, sampling, resume, prompts)
+    lengths = {"new_tokens": new_tokens, "min_new_tokens": min_new_tokens}
+    run = _prepare(model, tokenizer, Path(out), lengths, sampling, resume, prompts)
     pending = [prompt for prompt in prompts if not _sound(run, prompt, encoded[prompt.id])]
     pending.sort(key=lambda prompt: len(encoded[prompt.id]))
     batches = [pending[start : start + batch_size] for start in range(0, len(pending), batch_size)]
@@ -63,7 +68,7 @@ def collect(
         for batch in tqdm(batches, desc=f"traces {run.path.name}", unit="batch", disable=not batches):
             results = decode(
                 model, run.spec, [encoded[prompt.id] for prompt in batch], [prompt.id for prompt in batch],
-                new_tokens, sampling, run.stops, run.pad,
+                new_tokens, sampling, run.stops, run.pad, min_new_tokens,
             )
             _keep(run, batch, results, encoded)
     except KeyboardInterrupt:
@@ -80,11 +85,11 @@ def _state(run: Collection) -> str:
     return f"{done} of {len(run.prompts)} prompts are kept in {run.path}; run it again to go on"
 
 
-def _prepare(model, tokenizer, out: Path, new_tokens, sampling, resume: bool, prompts) -> Collection:
+def _prepare(model, tokenizer, out: Path, lengths: dict, sampling, resume: bool, prompts) -> Collection:
     """Check the folder against these settings and write what is stored once per model."""
     spec = models.describe(model)
     meta = spec.facts() | {"model": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
-    meta |= {"new_tokens": new_tokens, "sampling": asdict(sampling) if sampling else None}
+    meta |= lengths | {"sampling": asdict(sampling) if sampling else None}
     meta |= {"experts": model.config.get_text_config()._experts_implementation}  # its rounding is part of the trace
     meta["settings"] = manifest.sha256(json.dumps(meta, sort_keys=True))[:16]
     rows = _existing(out, meta) if resume else {}
@@ -109,8 +114,8 @@ def _existing(out: Path, meta: dict) -> dict[str, dict]:
     differs = {key: (old.get(key), value) for key, value in meta.items() if old.get(key) != value and key != "settings"}
     if differs:
         told = "; ".join(f"{key} was {was!r}, now {now!r}" for key, (was, now) in differs.items())
-        raise ValueError(f"{out} holds traces of other settings ({told}); choose another folder, or resume=False "
-                         "to replace them")
+        raise ValueError(f"{out} holds traces of other settings ({told}); delete that folder, or pass "
+                         "resume=False, to collect anew")
     index = store.read_index(out / store.INDEX) if (out / store.INDEX).exists() else pd.DataFrame()
     return {row["id"]: row for row in index.to_dict("records")}
 
@@ -133,19 +138,11 @@ def special_tokens(model, tokenizer) -> tuple[set[int], int]:
     return stops, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
 
 
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt: in the tokenizer's chat template if it has one, else as plain text."""
-    if not tokenizer.chat_template:
-        return tokenizer(text)["input_ids"]
-    chat = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-
-
 def _encode_all(model, tokenizer, prompts: Sequence[Prompt], new_tokens: int) -> dict[str, list[int]]:
     if not prompts:
         raise ValueError("got no prompts; needed: at least one")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    encoded = {prompt.id: encode(tokenizer, prompt.text) for prompt in prompts}
+    encoded = {prompt.id: models.encode(tokenizer, prompt.text) for prompt in prompts}
     for prompt in prompts:
         length = len(encoded[prompt.id])
         if not 0 < length <= context - new_tokens:

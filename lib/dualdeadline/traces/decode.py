@@ -98,7 +98,7 @@ class Session:
 @torch.inference_mode()
 def decode(
     model, spec: MoESpec | None, prompts: list[list[int]], names: list[str], new_tokens: int,
-    sampling: Sampling | None, stops: set[int], pad: int,
+    sampling: Sampling | None, stops: set[int], pad: int, min_new_tokens: int = 0,
 ) -> list[Decoded]:
     """Decode a batch; a row ends before an end-of-text token, or after `new_tokens` tokens.
 
@@ -108,16 +108,21 @@ def decode(
         spec: where to capture; None captures nothing (the reference run).
         prompts, names: token ids and prompt ids, one per row.
         stops: end-of-text tokens; they are never fed, so they have no row in the trace.
+        min_new_tokens: steps during which `stops` are barred.
     """
     session = Session(model, prompts, pad, new_tokens)
+    ends = torch.tensor(sorted(stops), dtype=torch.long)
     keys = np.array([sampling.key(name) for name in names], dtype=np.uint64) if sampling else None
     lengths = torch.full((len(prompts),), new_tokens)
     fed: list[torch.Tensor] = []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     with Capture(spec, new_tokens) if spec else nullcontext() as capture:
         for step in range(new_tokens):
-            tokens = sampling.choose(session.logits, keys, step) if sampling else session.logits.argmax(-1)
-            stopped = torch.isin(tokens.cpu(), torch.tensor(sorted(stops), dtype=torch.long)) & ~ended
+            logits = session.logits
+            if step < min_new_tokens and len(ends):
+                logits = logits.index_fill(-1, ends.to(logits.device), float("-inf"))
+            tokens = sampling.choose(logits, keys, step) if sampling else logits.argmax(-1)
+            stopped = torch.isin(tokens.cpu(), ends) & ~ended
             lengths[stopped] = step
             ended |= stopped
             if ended.all():
