@@ -39,19 +39,11 @@ def _recorder(stage, workspace, **scope):
 
 def traces(workspace) -> None:
     rows = _recorder("02_traces", workspace, seed=0)
-    for place, corpus in enumerate(("pilot", "replication", "ood")):
-        rows.add("decode", "tokens", 9000 + place, "tokens", "measured", n=120, corpus=corpus)
-        rows.add(
-            "decode",
-            "repeated_4grams",
-            0.05 * (place + 1),
-            "share",
-            "measured",
-            0.01,
-            0.2,
-            n=120,
-            corpus=corpus,
-        )
+    for place, corpus in enumerate(("pilot", "replication", "ood"), 1):
+        keys = {"n": 120, "corpus": corpus}
+        rows.add("decode", "tokens", 9000 + place, "tokens", "measured", **keys)
+        rows.add("decode", "ended_by_itself", 0.1, "share", "measured", **keys)
+        rows.add("decode", "repeated_4grams", 0.05 * place, "share", "measured", 0.01, 0.2, **keys)
     rows.write()
 
 

@@ -69,6 +69,7 @@ SCHEMA = mapping(
     corpora={"type": "object", "minProperties": 3, "additionalProperties": {"type": "object"}},
     decoding=mapping(
         new_tokens={"type": "integer"},
+        min_new_tokens={"type": "integer"},
         steps=TEXT,
         sampling=mapping(**dict.fromkeys(("temperature", "top_p", "seed"), {"type": "number"})),
     ),

@@ -58,6 +58,7 @@ def _protocol() -> list[Number]:
         "protocol_amendments": text.count(len(protocol["amendments"])) if protocol["amendments"] else "none",
         "resamples": text.count(protocol["statistics"]["resamples"]),
         "new_tokens": text.count(protocol["decoding"]["new_tokens"]),
+        "min_new_tokens": text.count(protocol["decoding"]["min_new_tokens"]),
         "temperature": str(sampling["temperature"]),
         "top_p": str(sampling["top_p"]),
         "horizon_first": str(min(horizons)),

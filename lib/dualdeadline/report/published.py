@@ -12,10 +12,21 @@ from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions
 
 
 def traces(about: Subject) -> Table:
-    """Prompt sets: tokens and repetition."""
-    rows = about.rows("02_traces", ["tokens", "repeated_4grams"])
-    caption = f"Decode traces by prompt set. {conditions(rows)} prompts."
-    return Table("traces", caption, pivot(rows, "metric", index="config.corpus", head="prompts"), rows)
+    """Prompt sets: size, length and repetition of their traces."""
+    rows = about.rows("02_traces", ["tokens", "ended_by_itself", "repeated_4grams"])
+    lines = []
+    for name, part in rows.groupby("config.corpus", sort=False):
+        of = part.set_index("metric")
+        repeated = text.value(*of.loc["repeated_4grams", ["median", "low", "high"]])
+        tokens, ended = of["median"]["tokens"], of["median"]["ended_by_itself"]
+        sizes = (text.count(of["n"]["tokens"]), text.count(tokens))
+        lines.append((name, *sizes, text.value(ended, digits=2), repeated))
+    frame = pd.DataFrame(lines, columns=["set", "prompts", "tokens", "ended", "repeated 4-grams"])
+    caption = (
+        "Decode traces: prompts, decoded tokens, share of texts that ended by themselves, share of 4-grams "
+        f"that occurred before in the same text (mean, 95 % interval over prompts). {conditions(rows)} prompts."
+    )
+    return Table("traces", caption, frame, rows)
 
 
 def training(about: Subject) -> Table:
