@@ -105,8 +105,9 @@ if __name__ == "__main__":
 
 def start(folder, *values):
     (folder / "script.py").write_text(SCRIPT)
-    return subprocess.Popen([sys.executable, folder / "script.py", folder, *map(str, values)], text=True,
-                            env=os.environ | {"PYTHONPATH": str(HERE)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, folder / "script.py", folder, *map(str, values)], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(HERE)})
 
 
 def wait_for(condition, seconds=60):

@@ -34,9 +34,9 @@ class TransferModel:
         if size.ndim != 1 or size.shape != ms.shape:
             raise ValueError(f"sizes {size.shape} and times {ms.shape}; needed: two lists of one length")
         if len(np.unique(size)) < 2:
-            raise ValueError(f"{len(np.unique(size))} different sizes; needed: at least 2 to fit a line")
+            raise ValueError(f"{len(np.unique(size))} different sizes; needed: at least 2")
         if not (np.isfinite(size) & np.isfinite(ms) & (size >= 0) & (ms >= 0)).all():
-            raise ValueError("a size or a time is below 0 or not finite; needed: finite bytes and milliseconds")
+            raise ValueError("a size or time is below 0 or not finite; needed: finite bytes and milliseconds")
         away = size - size.mean()
         slope = (away @ ms) / (away @ away)
         intercept = ms.mean() - slope * size.mean()

@@ -8,6 +8,7 @@ compares experts copied whole ("monolithic") with gate/up copied first and downs
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -38,16 +39,77 @@ def windows(layers: list[dict], predictor_ms: float, horizon: int = 1) -> np.nda
     return window
 
 
+def windows_for(count: int, predictor_ms: float, horizon: int = 1) -> np.ndarray:
+    """`windows` of the published layers for a model with `count` layers; with another number of layers than the
+    published model's, every layer gets the mean of the published windows."""
+    window = windows(published()["layers"], predictor_ms, horizon)
+    if count == len(window):
+        return window
+    mean = np.full(count, window[horizon:].mean())
+    mean[:horizon] = 0.0
+    return mean
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a predictor has to offer for N routed tokens and layers.
+
+    Attributes:
+        found: `[N, E+1]` missing experts among the n best scored, n = 0..E.
+        missing: `[N]` routed experts that no cache holds.
+        layer: `[N]` layer of each row.
+    """
+
+    found: np.ndarray
+    missing: np.ndarray
+    layer: np.ndarray
+
+
+def coverage(scores, routes, layer, resident=None) -> Coverage:
+    """Coverage of `scores[N, E]` for `routes[N, K]` in `layer[N]`; `resident[N, E]`: experts in a cache.
+
+    NaN scores count as the worst. Raises ValueError for shapes that do not fit or no row.
+    """
+    scores, routes, layer = np.asarray(scores, np.float32), np.asarray(routes), np.asarray(layer)
+    n, experts = scores.shape if scores.ndim == 2 else (0, 0)
+    if not n or routes.ndim != 2 or len(routes) != n or layer.shape != (n,):
+        raise ValueError(f"scores {scores.shape}, routes {routes.shape}, layer {layer.shape}; needed: (N, E), "
+                         "(N, K), (N,) with N of at least 1")
+    wanted = np.zeros((n, experts), bool)
+    np.put_along_axis(wanted, routes.astype(np.intp), True, 1)
+    scores = np.where(np.isnan(scores), -np.inf, scores)
+    if resident is not None:
+        wanted &= ~np.asarray(resident, bool)
+        scores = np.where(resident, -np.inf, scores)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    found = np.zeros((n, experts + 1), np.int32)
+    found[:, 1:] = np.cumsum(np.take_along_axis(wanted, order, 1), axis=1)
+    return Coverage(found, wanted.sum(1), layer)
+
+
+def mean_coverage(recall: dict, top_k: int, layers) -> Coverage:
+    """Coverage of a predictor of which only the mean recall is known, one row for each of `layers`.
+
+    Args:
+        recall: budget -> mean recall; straight lines in between, from no recall at budget 0.
+    """
+    known = sorted((int(budget), share) for budget, share in recall.items())
+    places, shares = zip((0, 0.0), *known)
+    found = top_k * np.interp(np.arange(places[-1] + 1), places, shares)
+    layers = np.asarray(layers)
+    return Coverage(np.tile(found, (len(layers), 1)), np.full(len(layers), top_k), layers)
+
+
 def published_stall(
     scores, routes, layer, window_ms, transfer: TransferModel, bytes, gate_up_compute_ms, budgets,
-    resident=None, link_once=False, partial=False,
+    resident=None, **options,
 ) -> pd.DataFrame:
     """Mean stall per token and layer under the original's arithmetic.
 
     `budget` counts whole-expert bytes: monolithic may hold `budget` experts, staged floor(budget * full /
-    gate_up) gate/ups. Ready are the best-scored experts, min(that, floor(window / copy)) of them. Monolithic then
-    waits for every other routed expert; staged for every other gate/up, and for the downs as far as they take
-    longer than the gate/up products: max(0, K * down - gate_up_compute).
+    gate_up) gate/ups. Ready are the best-scored experts, min(that, floor(window / copy)) of them. Monolithic
+    then waits for every other routed expert; staged for every other gate/up, and for the downs as far as they
+    take longer than the gate/up products: max(0, K * down - gate_up_compute).
 
     Args:
         scores: `[N, E]`.   routes: `[N, K]`.   layer: `[N]`, layer of each row.   numpy or torch.
@@ -56,9 +118,7 @@ def published_stall(
         gate_up_compute_ms: gate/up products of K experts.
         budgets: whole numbers, at least 0.
         resident: bool `[N, E]`, experts in a cache: neither copied nor waited for (None: no cache).
-        link_once: take the downs that the previous layer moves under its gate/up products off staged's window;
-            the original lets them and the prefetch use the same milliseconds.
-        partial: count the copied part of an unfinished copy instead of whole copies.
+        options: `link_once`, `partial`, `group` of `stall`.
 
     Returns:
         DataFrame(budget, monolithic_ms, staged_ms), means over N.
@@ -66,75 +126,56 @@ def published_stall(
     Raises:
         ValueError: shapes that do not fit, no row, a budget that is no whole number or below 0.
     """
-    counts = _covered(scores, routes, layer, window_ms, resident)
-    return _stall(*counts, transfer, bytes, gate_up_compute_ms, budgets, link_once, partial)
+    covered = coverage(scores, routes, layer, resident)
+    return stall(covered, window_ms, transfer, bytes, gate_up_compute_ms, budgets, **options)
 
 
-def recall_stall(
-    recall: dict, top_k, window_ms, transfer: TransferModel, bytes, gate_up_compute_ms, budgets,
-    link_once=False, partial=False,
+def stall(
+    covered: Coverage, window_ms, transfer: TransferModel, bytes, gate_up_compute_ms, budgets,
+    link_once=False, partial=False, group=None,
 ) -> pd.DataFrame:
-    """`published_stall` for a predictor of which only the mean recall is known, layers weighted evenly.
+    """`published_stall` of a coverage, with one assumption or another changed.
 
     Args:
-        recall: budget -> mean recall; straight lines in between, from no recall at budget 0.
-        window_ms: `[L]`, one row per layer. Everything else as `published_stall`.
+        link_once: take the downs that the previous layer moves under its gate/up products off staged's window;
+            the original lets them and the prefetch use the same milliseconds.
+        partial: count the copied part of an unfinished copy instead of whole copies only.
+        group: `[N]` whole numbers: means per group, in a first column `group`, instead of over all rows.
     """
-    known = sorted((int(budget), share) for budget, share in recall.items())
-    places, shares = zip((0, 0.0), *known)
-    window = np.asarray(window_ms, float)
-    covered = np.tile(top_k * np.interp(np.arange(places[-1] + 1), places, shares), (len(window), 1))
-    missing = np.full(len(window), top_k)
-    return _stall(covered, missing, window, transfer, bytes, gate_up_compute_ms, budgets, link_once, partial)
-
-
-def _stall(covered, missing, window, transfer, bytes, gate_up_compute_ms, budgets, link_once, partial):
-    """The table of `published_stall` from counts as `_covered` gives them."""
+    window = _window(window_ms, covered.layer)
     full, gate_up, down = (transfer.ms(bytes[part]) for part in ("full", "gate_up", "down"))
-    downs = missing * down
+    downs = covered.missing * down
     hidden = np.minimum(downs, gate_up_compute_ms).mean() if link_once else 0.0
-    rows = []
+    tail = np.maximum(downs - gate_up_compute_ms, 0)
+    parts = []
     for budget in budgets:
         if int(budget) != budget or budget < 0:
             raise ValueError(f"budget is {budget!r}; needed: a whole number of experts, at least 0")
         limit = int(budget) * bytes["full"] // bytes["gate_up"]
-        whole = _ready(covered, window / full, int(budget), partial)
-        first = _ready(covered, np.maximum(window - hidden, 0) / gate_up, limit, partial)
-        tail = np.maximum(downs - gate_up_compute_ms, 0)
-        monolithic, staged = (missing - whole) * full, (missing - first) * gate_up + tail
-        rows.append((int(budget), monolithic.mean(), staged.mean()))
-    return pd.DataFrame(rows, columns=["budget", "monolithic_ms", "staged_ms"])
+        whole = covered.missing - _ready(covered.found, window / full, int(budget), partial)
+        first = covered.missing - _ready(covered.found, np.maximum(window - hidden, 0) / gate_up, limit, partial)
+        rows = {"monolithic_ms": whole * full, "staged_ms": first * gate_up + tail}
+        groups = np.zeros(len(window), int) if group is None else np.asarray(group)
+        means = pd.DataFrame(rows).groupby(groups).mean().rename_axis("group").reset_index()
+        parts.append(means.assign(budget=int(budget)))
+    columns = ["budget", "monolithic_ms", "staged_ms"]
+    return pd.concat(parts, ignore_index=True)[columns if group is None else ["group", *columns]]
 
 
-def _covered(scores, routes, layer, window_ms, resident):
-    """Routed and missing experts among the n best scored, `[N, E+1]` for n = 0..E; missing `[N]`; windows `[N]`."""
-    scores, routes, layer = np.asarray(scores, np.float32), np.asarray(routes), np.asarray(layer)
+def _window(window_ms, layer: np.ndarray) -> np.ndarray:
     window_ms = np.asarray(window_ms, float)
-    n, experts = scores.shape if scores.ndim == 2 else (0, 0)
-    if not n or routes.ndim != 2 or len(routes) != n or layer.shape != (n,):
-        raise ValueError(f"scores {scores.shape}, routes {routes.shape}, layer {layer.shape}; needed: (N, E), "
-                         "(N, K), (N,) with N of at least 1")
     if layer.min() < 0 or layer.max() >= len(window_ms):
         raise ValueError(f"layers {layer.min()} to {layer.max()}; needed: 0 to {len(window_ms) - 1}, as windows")
-    wanted = np.zeros((n, experts), bool)
-    np.put_along_axis(wanted, routes.astype(np.intp), True, 1)
-    scores = np.where(np.isnan(scores), -np.inf, scores)
-    if resident is not None:
-        resident = np.asarray(resident, bool)
-        wanted &= ~resident
-        scores = np.where(resident, -np.inf, scores)
-    order = np.argsort(-scores, axis=1, kind="stable")
-    covered = np.zeros((n, experts + 1))
-    covered[:, 1:] = np.cumsum(np.take_along_axis(wanted, order, 1), axis=1)
-    return covered, wanted.sum(1), window_ms[layer]
+    return window_ms[layer]
 
 
-def _ready(covered: np.ndarray, copies: np.ndarray, limit: int, partial: bool) -> np.ndarray:
+def _ready(found: np.ndarray, copies: np.ndarray, limit: int, partial: bool) -> np.ndarray:
     """Missing experts `[N]` that `copies[N]` copies, at most `limit`, have brought in time."""
-    copies = np.minimum(copies, min(limit, covered.shape[1] - 1))
+    most = found.shape[1] - 1
+    copies = np.minimum(copies, min(limit, most))
     done = np.floor(copies).astype(int)
-    row = np.arange(len(covered))
-    ready = covered[row, done]
+    row = np.arange(len(found))
+    ready = found[row, done]
     if partial:
-        ready = ready + (copies - done) * (covered[row, np.minimum(done + 1, covered.shape[1] - 1)] - ready)
+        ready = ready + (copies - done) * (found[row, np.minimum(done + 1, most)] - ready)
     return ready

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 
 from dualdeadline import manifest
 
-WORKER_BYTES = 1.5 * 2**30  # a worker with torch imported and a trace loaded; more workers than fit would swap
+WORKER_BYTES = 1.5 * 2**30  # a worker with torch and a trace; more workers than fit would swap
 
 
 class SweepError(ValueError):
@@ -46,19 +47,20 @@ class DamagedError(SweepError):
 
 
 def points(**axes) -> list[dict]:
-    """Every combination of the axes' values, the last axis fastest: `points(slots=[16, 32], policy=["lru"])`."""
+    """Every combination of values, the last axis fastest: `points(slots=[16, 32], policy=["lru"])`."""
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
-def run(function: Callable, grid: list[dict], out: Path, scheduler: str | None = None) -> pd.DataFrame:
-    """Rows of `function(**point)` for every point of the grid; points that have a sound shard are not run again.
+def run(function: Callable, grid: list[dict], out: Path, scheduler: str | Cluster | None = None) -> pd.DataFrame:
+    """Rows of `function(**point)` for every point of the grid; points with a sound shard are not run again.
 
     Args:
         function: importable by the workers; returns a DataFrame, a list of dicts or a dict.
         grid: points, see `points`.
         out: folder of the shards, of this sweep alone.
-        scheduler: address of a running dask scheduler, `tcp://host:port`; None: worker processes on this machine
-            for the length of the call. A script that calls this needs the usual `if __name__ == "__main__"`.
+        scheduler: address of a running dask scheduler, `tcp://host:port`; None: worker processes on this
+            machine for the length of the call; a `Cluster` serves several calls. A script that calls this needs
+            the usual `if __name__ == "__main__"`.
 
     Raises:
         OverlapError, ForeignError: see `merge`; before anything runs.
@@ -70,8 +72,8 @@ def run(function: Callable, grid: list[dict], out: Path, scheduler: str | None =
     _refuse_foreign(out, wanted)
     missing = {key: point for key, point in wanted.items() if not _sound(out / f"{key}.json", key)}
     if missing:
-        with _client(scheduler, len(missing)) as client:
-            _collect(client, function, missing, out)
+        with nullcontext(scheduler) if isinstance(scheduler, Cluster) else Cluster(scheduler) as cluster:
+            _collect(cluster.client, function, missing, out)
     return merge(out, grid, function)
 
 
@@ -88,7 +90,7 @@ def merge(out: Path, grid: list[dict], function: Callable) -> pd.DataFrame:
     _refuse_foreign(Path(out), wanted)
     gaps = [point for key, point in wanted.items() if not (Path(out) / f"{key}.json").exists()]
     if gaps:
-        raise GapError(f"{out} lacks {len(gaps)} of {len(wanted)} points, first {gaps[0]}; run the sweep again")
+        raise GapError(f"{out} lacks {len(gaps)} of {len(wanted)} points, first {gaps[0]}; run it again")
     parts = []
     for key, point in wanted.items():
         rows = pd.DataFrame(_read(Path(out) / f"{key}.json", key)["rows"])
@@ -111,13 +113,14 @@ def _wanted(function: Callable, grid: list[dict]) -> dict[str, dict]:
     if len(wanted) < len(grid):
         names = [key_of(function, point) for point in grid]
         twice = next(point for point, name in zip(grid, names) if names.count(name) > 1)
-        raise OverlapError(f"the grid holds {len(grid) - len(wanted)} points again, for one {twice}; needed: each once")
+        raise OverlapError(f"the grid names {len(grid) - len(wanted)} points again, as {twice}; needed: each once")
     return wanted
 
 
 def _refuse_foreign(out: Path, wanted: dict[str, dict]) -> None:
     names = sorted(path.name for path in out.glob("*")) if out.exists() else []
-    foreign = [name for name in names if not name.startswith(".") and name.removesuffix(".json") not in wanted]
+    known = {f"{key}.json" for key in wanted}
+    foreign = [name for name in names if not name.startswith(".") and name not in known]
     if foreign:
         raise ForeignError(f"{out} holds {len(foreign)} files of no point of this grid, first {foreign[0]}; "
                            "needed: a folder of its own for each sweep. Move them away")
@@ -127,9 +130,10 @@ def _collect(client, function: Callable, missing: dict[str, dict], out: Path) ->
     """Run the missing points and keep each result when it arrives."""
     from distributed import as_completed
 
-    futures = {client.submit(_call, function, point, key=key, pure=False): key for key, point in missing.items()}
+    futures = {client.submit(_call, function, point, key=key): key for key, point in missing.items()}
     try:
-        for future in tqdm(as_completed(futures, loop=client.loop), total=len(futures), desc="sweep", unit="point"):
+        done = as_completed(futures, loop=client.loop)
+        for future in tqdm(done, total=len(futures), desc=function.__name__, unit="point"):
             key = futures[future]
             error = future.exception()
             if error is not None:
@@ -145,9 +149,10 @@ def _collect(client, function: Callable, missing: dict[str, dict], out: Path) ->
 def _call(function: Callable, point: dict) -> list[dict]:
     """The point's rows as plain JSON values (runs on a worker)."""
     result = function(**point)
-    frame = result if isinstance(result, pd.DataFrame) else pd.DataFrame([result] if isinstance(result, dict) else result)
+    if not isinstance(result, pd.DataFrame):
+        result = pd.DataFrame([result] if isinstance(result, dict) else result)
     return [{name: getattr(value, "tolist", lambda value=value: value)() for name, value in row.items()}
-            for row in frame.to_dict("records")]
+            for row in result.to_dict("records")]
 
 
 def _sound(path: Path, key: str) -> bool:
@@ -169,9 +174,9 @@ def _read(path: Path, key: str) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise DamagedError(f"{path} is truncated or was changed; needed: the shard as written. A run makes it again")
+        raise DamagedError(f"{path} is truncated or was changed; needed: the shard as written. Run it again")
     if shard["key"] != key:
-        raise OverlapError(f"{path} holds the point {shard['parameters']} again; needed: the point of its name")
+        raise OverlapError(f"{path} holds {shard['parameters']} again; needed: the point of its name")
     return shard
 
 
@@ -179,23 +184,42 @@ def _canonical(value) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-@contextmanager
-def _client(scheduler: str | None, jobs: int) -> Iterator:
-    """A client of the scheduler, or of a local cluster that ends with the block; quiet, without dashboard."""
-    from distributed import Client, LocalCluster
+class Cluster:
+    """Where sweeps run: a given scheduler, or worker processes on this machine that start when first needed.
 
-    if scheduler:
+    A context manager: what it started ends with the block, also after Ctrl-C. Quiet, without dashboard.
+    """
+
+    def __init__(self, scheduler: str | None = None):
+        self.scheduler, self.open = scheduler or None, ExitStack()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.open.close()
+
+    @cached_property
+    def client(self):
+        """A client of the scheduler. Raises ConnectionError if there is none at the address."""
+        from distributed import Client
+
+        if self.scheduler is None:
+            return self.open.enter_context(Client(self._start(), set_as_default=False))
         try:
-            client = Client(scheduler, timeout="10s", set_as_default=False)
+            return self.open.enter_context(Client(self.scheduler, timeout="10s", set_as_default=False))
         except (OSError, TimeoutError, ValueError) as error:
-            raise ConnectionError(f"no dask scheduler at {scheduler!r} ({error}); needed: tcp://host:port") from error
-        with client:
-            yield client
-        return
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
-    workers = max(1, min(cores, jobs, int(memory // WORKER_BYTES)))
-    with tempfile.TemporaryDirectory(prefix="dualdeadline-") as scratch, LocalCluster(
-        n_workers=workers, threads_per_worker=1, memory_limit=memory // workers, dashboard_address=":0",
-        scheduler_kwargs={"dashboard": False}, local_directory=scratch, silence_logs=logging.CRITICAL,
-    ) as cluster, Client(cluster, set_as_default=False) as client:
-        yield client
+            message = f"no dask scheduler at {self.scheduler!r} ({error}); needed: tcp://host:port"
+            raise ConnectionError(message) from None
+
+    def _start(self):
+        from distributed import LocalCluster
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        memory = psutil.virtual_memory().available
+        workers = max(1, min(cores, int(memory // WORKER_BYTES)))
+        scratch = self.open.enter_context(tempfile.TemporaryDirectory(prefix="dualdeadline-"))
+        return self.open.enter_context(LocalCluster(
+            n_workers=workers, threads_per_worker=1, memory_limit=memory // workers, local_directory=scratch,
+            dashboard_address=":0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.CRITICAL,
+        ))

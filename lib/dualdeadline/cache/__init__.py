@@ -1,11 +1,11 @@
 """Expert caches replayed over routes: LRU, LFU, Belady's optimum, and caches kept by a predictor.
 
-Rules. A call starts cold. Order "rank": one access per routed id, in token then rank order; a miss inserts and
-evicts one expert. Order "token": all K ids of a token and layer are looked up at once and pinned until computed,
-which is what an engine does; recency within a token follows rank. With fewer slots than K a token runs in
-waves: resident ids first, then the misses in rank order, at most C at a time, each wave evicting from the one
-before it. LRU evicts the least recently used; LFU the least often used, counts surviving eviction and ties
-going to the least recent; Belady the one used again last. Replayed is not measured: no time passes here.
+Rules. A call starts cold. Order "rank": one access per routed id, in token then rank order; a miss inserts
+and evicts one expert. Order "token": all K ids of a token and layer are looked up at once and pinned until
+computed, which is what an engine does; recency within a token follows rank. With fewer slots than K a token
+runs in waves: resident ids first, then the misses in rank order, at most C at a time, each wave evicting from
+the one before it. LRU evicts the least recently used; LFU the least often used, counts surviving eviction and
+ties going to the least recent; Belady the one used again last. Replayed is not measured: no time passes here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from __future__ import annotations
 import numpy as np
 
 from dualdeadline.cache.lanes import Lanes, lanes
+from dualdeadline.cache.plain import ordered_dict_lru
 from dualdeadline.cache.prefetch import Prefetch, prefetch_replay
 from dualdeadline.cache.stack import MISS, keys, lru_depths, priority_depths
 from dualdeadline.cache.waves import wave_hits
 
-__all__ = ["MISS", "ORDERS", "POLICIES", "Prefetch", "curve", "depths", "hit_rate", "hits", "prefetch_replay"]
+__all__ = [
+    "MISS", "ORDERS", "POLICIES", "Prefetch", "curve", "depths", "hit_rate", "hits", "ordered_dict_lru",
+    "prefetch_replay", "prompt_curve",
+]
 POLICIES = ("lru", "lfu", "belady")
 ORDERS = ("rank", "token")
 SCOPES = ("layer", "pool")
+STARTS = ("cold", "warm")
 
 
 def depths(routes, policy="lru", order="rank", prompt=None, scope="layer", experts=None) -> np.ndarray:
@@ -28,8 +33,8 @@ def depths(routes, policy="lru", order="rank", prompt=None, scope="layer", exper
 
     Args:
         routes: `[T, L, K]` expert ids in rank order, tokens in decode order; numpy or torch.
-        prompt: `[T]` prompt of each token, rows of a prompt contiguous: the cache is emptied where it changes.
-            None: kept throughout (warm).
+        prompt: `[T]` prompt of each token, rows of a prompt contiguous: the cache is emptied where it
+            changes. None: kept throughout (warm).
         scope: "layer", one cache per layer, or "pool", one cache for all layers, accessed layer by layer.
         experts: E; default the largest id + 1.
 
@@ -40,7 +45,7 @@ def depths(routes, policy="lru", order="rank", prompt=None, scope="layer", exper
 
 
 def hits(routes, slots, policy="lru", order="rank", prompt=None, scope="layer", experts=None) -> np.ndarray:
-    """Whether each access hits, bool `[T, L, K]`. Arguments as `depths`; `slots` per layer (whole pool: of all).
+    """Whether each access hits, bool `[T, L, K]`. Arguments as `depths`; `slots` per layer (a pool: of all).
 
     Raises:
         ValueError: slots below 1, unknown policy, order or scope, or routes that are none.
@@ -53,7 +58,7 @@ def hits(routes, slots, policy="lru", order="rank", prompt=None, scope="layer", 
     return _depths(routes, policy, order, prompt, scope, experts) <= slots
 
 
-def hit_rate(routes, slots, policy="lru", order="rank", prompt=None, scope="layer", experts=None) -> np.ndarray:
+def hit_rate(routes, slots, policy="lru", order="rank", prompt=None, scope="layer", experts=None):
     """Share of accesses that hit, `[L]`. Arguments and errors as `hits`."""
     return hits(routes, slots, policy, order, prompt, scope, experts).mean((0, 2))
 
@@ -61,27 +66,48 @@ def hit_rate(routes, slots, policy="lru", order="rank", prompt=None, scope="laye
 def curve(routes, policy="lru", order="rank", scope="layer", prompt=None, experts=None) -> np.ndarray:
     """Hit rate of each layer at every slot count in one pass: `[L, E]` (a pool: `[L, L*E]`); column C-1 is
     C slots. Arguments and errors as `depths`."""
-    routes, prompt, experts = check(routes, policy, order, prompt, scope, experts)
-    tokens, layers, k = routes.shape
+    layers = np.broadcast_to(np.arange(np.shape(routes)[1]), np.shape(routes)[:2])
+    return _rates(*check(routes, policy, order, prompt, scope, experts), policy, order, scope, layers)
+
+
+def prompt_curve(routes, prompt, policy="lru", order="rank", scope="layer", start="cold", experts=None):
+    """Hit rate of each prompt, all layers together, at every slot count: `[prompts, E]` (a pool: `[.., L*E]`).
+
+    `start` "cold" empties the cache for each prompt of `prompt[T]`; "warm" keeps it. Prompts in order of their
+    numbers, everything else as `curve`.
+    """
+    if start not in STARTS:
+        raise ValueError(f"start is {start!r}; needed: one of {', '.join(STARTS)}")
+    routes, given, experts = check(routes, policy, order, prompt, scope, experts)
+    own = np.broadcast_to(np.unique(given, return_inverse=True)[1][:, None], routes.shape[:2])
+    return _rates(routes, given if start == "cold" else None, experts, policy, order, scope, own)
+
+
+def _rates(routes, prompt, experts, policy, order, scope, group) -> np.ndarray:
+    """Hit rates `[groups, slots]` of accesses that belong to `group[T, L]`."""
+    layers, k = routes.shape[1:]
     slots = experts * (layers if scope == "pool" else 1)
     depth = np.minimum(_depths(routes, policy, order, prompt, scope, experts), slots + 1)
-    place = depth.transpose(1, 0, 2).reshape(layers, -1) + np.arange(layers)[:, None] * (slots + 2)
-    count = np.bincount(place.ravel(), minlength=layers * (slots + 2)).reshape(layers, -1)
-    rate = np.cumsum(count[:, 1 : slots + 1], axis=1) / (tokens * k)
+    groups = int(group.max()) + 1
+    count = np.bincount((depth + group[..., None] * (slots + 2)).ravel(), minlength=groups * (slots + 2))
+    total = np.bincount(group.ravel(), minlength=groups)[:, None] * k
+    rate = np.cumsum(count.reshape(groups, -1)[:, 1 : slots + 1], axis=1) / total
     if order == "token":
-        for few, hit in enumerate(_waves(routes, policy, prompt, scope, experts, range(1, min(k, slots + 1)))):
-            rate[:, few] = hit.mean((0, 2))
+        few = _waves(routes, policy, prompt, scope, experts, range(1, min(k, slots + 1)))
+        for column, hit in enumerate(few):
+            rate[:, column] = np.bincount(group.ravel(), hit.sum(2).ravel(), groups) / total[:, 0]
     return rate
 
 
 def check(routes, policy, order, prompt=None, scope="layer", experts=None):
     """Arguments as numpy arrays, or a ValueError that says what is wrong with them."""
-    for name, value, known in (("policy", policy, POLICIES), ("order", order, ORDERS), ("scope", scope, SCOPES)):
+    rules = ("policy", policy, POLICIES), ("order", order, ORDERS), ("scope", scope, SCOPES)
+    for name, value, known in rules:
         if value not in known:
             raise ValueError(f"{name} is {value!r}; needed: one of {', '.join(known)}")
     routes = np.asarray(routes)
     if routes.ndim != 3 or not routes.size or routes.dtype.kind not in "iu":
-        raise ValueError(f"routes is {routes.dtype} {list(routes.shape)}; needed: whole numbers [T, L, K], none 0")
+        raise ValueError(f"routes is {routes.dtype} {list(routes.shape)}; needed: whole numbers [T, L, K]")
     found = int(routes.max()) + 1
     experts = found if experts is None else experts
     if routes.min() < 0 or found > experts:
@@ -89,7 +115,7 @@ def check(routes, policy, order, prompt=None, scope="layer", experts=None):
     if experts * (routes.shape[1] if scope == "pool" else 1) >= 2**15:
         raise ValueError(f"{experts} experts in {routes.shape[1]} layers; needed: below {2**15} in one cache")
     if order == "token" and (np.diff(np.sort(routes, axis=2), axis=2) == 0).any():
-        raise ValueError('a token names an expert twice in one layer; needed for order "token": K different ids')
+        raise ValueError('a token names an expert twice; needed for order "token": K different ids')
     return routes, None if prompt is None else np.asarray(prompt), experts
 
 

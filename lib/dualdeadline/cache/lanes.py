@@ -33,7 +33,7 @@ class Lanes:
 
 
 def steps(prompt: np.ndarray | None, tokens: int) -> np.ndarray:
-    """`[S, P]` token index per step and prompt (T where a prompt has ended); no `prompt`: one long sequence."""
+    """`[S, P]` token index per step and prompt, T where a prompt has ended; `prompt` None: one long one."""
     if prompt is None:
         return np.arange(tokens)[:, None]
     prompt = np.asarray(prompt)

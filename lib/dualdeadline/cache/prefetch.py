@@ -45,7 +45,7 @@ def prefetch_replay(
     """Replay one cache per layer, order "token", that copies predicted experts before the router speaks.
 
     Before a layer routes, the experts among its max(K, budget) best scores that are not resident are copied,
-    best first, at most `budget` of them. They take slots of their layer's cache: speculation is charged, and a
+    best first, at most `budget` of them. They take slots of their layer's cache: speculation is charged. A
     wrong guess is the next to go, since it keeps the key of its last real use.
 
     Args:
@@ -62,21 +62,24 @@ def prefetch_replay(
     Raises:
         ValueError: shapes that do not fit, unknown policy, fewer slots than K, budget below 0.
     """
-    routes, scores = np.asarray(routes), _checked(routes, scores, slots, budget, policy)
+    routes = np.asarray(routes)
+    scores = _checked(routes, scores, slots, budget, policy)
     tokens, layers, k = routes.shape
     token = steps(None if prompt is None else np.asarray(prompt), tokens)
     run = Lanes(spread(routes.astype(np.int16), token, 0), token, scores.shape[2])
     predicted = spread(scores, token, -np.inf).transpose(0, 2, 1)
     caches = _Caches(run, slots, policy, decay)
     shape = (*predicted.shape[:2], run.experts)
-    before, fresh, hit = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros((*shape[:2], k), bool)
+    before, fresh = np.zeros((2, *shape), bool)
+    hit = np.zeros((*shape[:2], k), bool)
     for step in range(len(token)):
         before[step] = caches.resident
         caches.look(predicted[step])
-        best = _best(predicted[step], min(max(k, budget), slots))
-        fresh[step] = _worth(best, predicted[step], caches.resident, budget, threshold)
-        if charged:
-            caches.admit(fresh[step], _members(best, shape[1:]))
+        if budget:
+            best = _best(predicted[step], min(max(k, budget), slots))
+            fresh[step] = _worth(best, predicted[step], caches.resident, budget, threshold)
+            if charged:
+                caches.admit(fresh[step], _members(best, shape[1:]))
         now = run.ids[step].T
         hit[step] = np.take_along_axis(caches.resident | fresh[step], now, 1)
         caches.use(step, now)
@@ -136,8 +139,14 @@ def _members(ids: np.ndarray, shape: tuple) -> np.ndarray:
 
 
 def _best(scores: np.ndarray, width: int) -> np.ndarray:
-    """Ids `[R, width]` of the best scores `[R, E]`, best first, ties to the lower id."""
-    return np.argsort(-scores, axis=1, kind="stable")[:, :width]
+    """Ids `[R, width]` of the best scores `[R, E]`, best first, ties to the lower id.
+
+    Score and id go into one whole number each: sorting those is several times quicker than a stable argsort.
+    """
+    bits = (scores + np.float32(0)).view(np.int32)  # + 0: no negative zero
+    rising = (bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64)
+    experts = scores.shape[1]
+    return np.sort(-rising * experts + np.arange(experts), axis=1)[:, :width] % experts
 
 
 def _worth(best, scores, resident, budget, threshold) -> np.ndarray:
@@ -159,10 +168,10 @@ def _checked(routes, scores, slots, budget, policy) -> np.ndarray:
     tokens, layers, k = np.shape(routes)
     if scores.ndim != 3 or len(scores) != tokens or not 1 <= scores.shape[1] <= layers:
         raise ValueError(f"scores have shape {scores.shape}; needed: ({tokens}, {layers} or fewer, E)")
-    if int(np.max(np.asarray(routes))) >= scores.shape[2]:
-        raise ValueError(f"routes name expert {int(np.max(np.asarray(routes)))}, scores know {scores.shape[2]}")
+    if int(np.max(routes)) >= scores.shape[2]:
+        raise ValueError(f"routes name expert {int(np.max(routes))}, scores know {scores.shape[2]}")
     if slots < k or budget < 0:
-        raise ValueError(f"slots is {slots}, budget {budget}; needed: slots of at least K={k}, budget at least 0")
+        raise ValueError(f"slots is {slots}, budget {budget}; needed: at least K={k}, and at least 0")
     full = np.full((tokens, layers, scores.shape[2]), -np.inf, np.float32)
     full[:, layers - scores.shape[1] :] = np.where(np.isnan(scores), -np.inf, scores)
     return full

@@ -2,8 +2,8 @@
 
 LRU, LFU with counts that survive eviction, and Belady's optimum are stack algorithms: the content of a cache
 with C slots is part of the content with C+1, because each ranks experts by a key that does not depend on C
-(Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2),
-1970). An access hits in C slots exactly if its expert's depth in that stack is at most C.
+(Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal
+9(2), 1970). An access hits in C slots exactly if its expert's depth in that stack is at most C.
 
 Accesses come in groups of `group` that are looked up together and pinned until all of them are in: one access
 (order "rank") or the K of a token (order "token", where depths hold for C >= K only).
@@ -18,7 +18,7 @@ import numpy as np
 from dualdeadline.cache.lanes import neighbours
 
 MISS = np.int32(2**30)  # depth of a first use: deeper than any cache
-FEW_LANES = 48  # below it a loop over columns is quicker than vector steps over lanes (measured)
+FEW_LANES = 48  # below it numpy's loop over columns is quicker than vector steps over lanes (measured)
 WORKING_SET = 2**17  # elements of one vector step; int16 arrays of this size stay in a second-level cache
 
 

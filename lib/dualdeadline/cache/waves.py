@@ -9,8 +9,8 @@ def wave_hits(ids: np.ndarray, after: np.ndarray, slots: list[int]) -> np.ndarra
     """Hits `[len(slots), S, K, R]` of caches with `slots` < K over `ids[S, K, R]`.
 
     A token's experts run in waves of C: the resident ones first (they hit), then the misses in rank order. A
-    full wave replaces the whole cache, so what a token leaves behind is its last wave, and of the wave before it
-    as many as fit, by the keys `after[S, K, R]` (smaller is kept).
+    full wave replaces the whole cache, so what a token leaves behind is its last wave, and of the wave before
+    it as many as fit, by the keys `after[S, K, R]` (smaller is kept).
     """
     steps, k, lanes = ids.shape
     room = np.asarray(slots)[:, None, None]
