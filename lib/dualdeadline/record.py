@@ -23,7 +23,9 @@ FIELDS = (
     "stage model revision variant metric unit median low high n config scope kind "
     "machine versions commit dirty manifest time"
 ).split()
-GENERATED = ("figures", "paper/generated", "data_manifests/records", "data_manifests/machines.yaml", "notebooks/*.ipynb")
+GENERATED = (
+    "figures", "paper/generated", "data_manifests/records", "data_manifests/machines.yaml", "notebooks/*.ipynb"
+)
 
 
 class Recorder:

@@ -30,15 +30,16 @@ class Stage:
 
 STAGES = {
     "00_map": Stage(reads=SHOWN, shows=2),
-    "01_corpus": Stage(reads=MANIFESTS[:1], makes=("data_manifests/corpora/*",)),
-    "02_traces": Stage(reads=("data_manifests/corpora/*", MANIFESTS[0], PILOT), makes=("traces/**/*",)),
-    "03_predictors": Stage(reads=("traces/**/*", *MANIFESTS), makes=("scores/**/*",)),
+    "01_corpus": Stage(reads=MANIFESTS[:1], makes=("data_manifests/corpora/*", "records/01_corpus.csv")),
+    "02_traces": Stage(reads=("data_manifests/corpora/*", MANIFESTS[0], PILOT),
+                       makes=("traces/**/*", "records/02_traces.csv")),
+    "03_predictors": Stage(reads=("traces/**/*", *MANIFESTS), makes=("scores/**/*", "records/03_predictors.csv")),
     "04_evaluation": Stage(reads=(*FITTED, *MANIFESTS), makes=("records/04_evaluation.csv",)),
     "05_replay": Stage(reads=(*FITTED, *MANIFESTS, "data_manifests/published_olmoe.json"),
                        makes=("records/05_replay.csv",)),
     "12_paper": Stage(reads=(*SHOWN, "figures/*", "paper/*.tex", "paper/*.bib"), makes=("generated/*",),
                       shows=1),
-    "90_pilot_model": Stage(reads=("records/90_*", PILOT)),
+    "90_pilot_model": Stage(reads=("records/0[245]_*", "data_manifests/records/90_*", PILOT)),
 }
 # a stage that is not in the table reads whatever an earlier one may have made
 UNKNOWN = Stage(reads=("data_manifests/corpora/*", *MANIFESTS, PILOT, *FITTED))
