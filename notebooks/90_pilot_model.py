@@ -12,6 +12,7 @@
 #     display_name: python3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # 90 The embedded model
@@ -99,7 +100,8 @@ ax.legend(fontsize=6, ncols=2, title="")
 report.save(fig, "90_training", workspace, progress);
 
 # %% [markdown]
-# Every domain's curve still falls at the end, fastest while the rate decays: sixteen passes over the small domains have not overfitted.
+# Every domain's curve still falls at the end, fastest while the rate decays; many passes over the small domains have not
+# overfitted.
 #
 # ## Held-out text
 #

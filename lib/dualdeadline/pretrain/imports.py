@@ -25,8 +25,8 @@ def training_rows(metrics: dict) -> list[dict]:
         "tokens_per_s": (last["tokens_per_s"], "token/s"), "peak_memory": (metrics["peak_bytes"] / 2**30, "GiB"),
     }
     rows += [evaluate.row("training", name, value, unit, 1) for name, (value, unit) in totals.items()]
-    rows += [evaluate.row("training", "epochs", value, "1", 1, domain=name) for name, value in metrics["epochs"].items()]
-    rows += [evaluate.row("training", "share", value, "1", 1, domain=name) for name, value in metrics["shares"].items()]
+    for metric, by_domain in (("epochs", metrics["epochs"]), ("share", metrics["shares"])):
+        rows += [evaluate.row("training", metric, value, "1", 1, domain=name) for name, value in by_domain.items()]
     for point in metrics["history"]:
         rows += [evaluate.row("progress", "heldout_bits_per_byte", point[name], "bit/byte", 1, domain=name,
                               tokens=point["tokens"]) for name in ("macro", *metrics["shares"])]
