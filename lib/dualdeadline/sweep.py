@@ -133,7 +133,7 @@ def _collect(client, function: Callable, missing: dict[str, dict], out: Path) ->
     futures = {client.submit(_call, function, point, key=key): key for key, point in missing.items()}
     try:
         done = as_completed(futures, loop=client.loop)
-        for future in tqdm(done, total=len(futures), desc=function.__name__, unit="point"):
+        for future in tqdm(done, total=len(futures), desc=function.__name__, unit="point", disable=None):
             key = futures[future]
             error = future.exception()
             if error is not None:
