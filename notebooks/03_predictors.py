@@ -68,7 +68,9 @@ print(dict(zip("LEK", (*train.router_logits.shape[1:], train.routes.shape[2]))),
 # about another (*previous layer*, the original study's baseline), so the field is set by *gate-ahead*: the target layer's own router,
 # its norm factor exchanged, applied to this layer's state without any training.
 #
-# Ours starts from gate-ahead and learns what that cannot see:
+# Ours starts from gate-ahead and learns what that cannot see, by least squares with a shared low rank: the layers between, which read
+# much the same context as one token ago, and the experts that gate-ahead has lately been wrong about. It draws nothing, so it has no
+# seed:
 
 # %%
 Markdown(f"```python\n{selection.source_of('residual_gate')}\n```")
@@ -108,7 +110,7 @@ Markdown(f"Chosen on validation: ours **{ours}**, published **{published}**.")
 # %% [markdown]
 # ## Finalists: every horizon, several seeds
 #
-# The other predictors that have no seed to vary are fitted once per horizon. Last come fits on prompts of one source only, for the test
+# What draws nothing has one fit per horizon, and so have the other published kinds. Last come fits on prompts of one source only, for the test
 # across domains.
 
 # %%

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dualdeadline import metrics, predictors, selection
 from dualdeadline.models import Routers
-from dualdeadline.predictors import base, gate_ahead, learned
+from dualdeadline.predictors import base, gate_ahead, learned, reduced_rank
 from factory import synthetic_routers, synthetic_trace
 
 LEARNED = {name for name, kind in predictors.REGISTRY.items() if issubclass(kind, predictors.Learned)}
@@ -117,6 +117,32 @@ def test_sizes_at_the_published_shape(name, options, count):
     assert predictor.parameter_count() == count
 
 
+def test_ours_fills_its_size(train):
+    """What `fit` makes is what the size test below counts, and no larger than a SharedMLP here."""
+    predictor = make("residual_gate", rank=3).fit(train)
+    assert predictor.table["down"].shape == (64, 3) and predictor.table["up"].shape == (4, 3, 16)
+    assert predictor.parameter_count() == 64 * 3 + 4 * 16 * 3 + 4 * 16 * 6
+
+
+def test_ours_recovers_a_residual_of_low_rank():
+    """Targets made by a shared low-rank map and factors come back exactly; a smaller rank errs."""
+    draw = torch.Generator().manual_seed(0)
+    states, experts = torch.randn(3, 400, 12, generator=draw), torch.randn(3, 400, 5, 2, generator=draw)
+    down, up = torch.randn(12, 4, generator=draw), torch.randn(3, 4, 5, generator=draw)
+    factor = torch.randn(3, 5, 2, generator=draw)
+    target = states @ down @ up + (experts * factor[:, None]).sum(-1)
+    whole = reduced_rank.Sums.of(states, experts, target)
+    halves = [reduced_rank.Sums.of(states[:, part], experts[:, part], target[:, part])
+              for part in (slice(0, 150), slice(150, 400))]
+    assert torch.allclose((halves[0] + halves[1]).cross, whole.cross, atol=1e-3)
+    errors = [reduced_rank.error(whole, reduced_rank.solve(whole, rank, 1e-6)) for rank in (0, 2, 4)]
+    variance = target.square().mean().item()
+    assert errors[0] > errors[1] > 0.05 * variance and errors[2] < 1e-3 * variance
+    table = reduced_rank.solve(whole, 2, 1e-6)
+    guess = states @ table["down"] @ table["up"] + (experts * table["expert"][:, None]).sum(-1)
+    assert reduced_rank.error(whole, table) == pytest.approx((guess - target).square().mean().item(), rel=1e-3)
+
+
 def at_shape(name, hidden, horizon=1, **options):
     predictor = predictors.build(name, horizon=horizon, **options)
     predictor.L, predictor.E, predictor.K, predictor.H = 16, 64, 8, hidden
@@ -127,9 +153,14 @@ def at_shape(name, hidden, horizon=1, **options):
 @pytest.mark.parametrize("horizon", [0, 1, 2, 3])
 @pytest.mark.parametrize("hidden", [128, 2048])
 def test_ours_is_no_larger_than_the_shared_mlp(hidden, horizon):
-    calibration = 2 * (16 - horizon)
-    ours = at_shape("residual_gate", hidden, horizon).parameter_count() + calibration
+    count = 16 - horizon
+    predictor = predictors.build("residual_gate", horizon=horizon)
+    predictor.L, predictor.E, predictor.K, predictor.H = 16, 64, 8, hidden
+    sums = reduced_rank.Sums.of(torch.zeros(count, 1, 2 * hidden), torch.zeros(count, 1, 64, 6), torch.zeros(count, 1, 64))
+    rank = predictor._rank(sums)
+    ours = rank * (2 * hidden + count * 64) + count * 64 * 6 + 2 * count
     assert ours <= at_shape("shared_mlp", hidden).parameter_count() == learned.shared_mlp_size(hidden, 64, 16)
+    assert ours + 2 * hidden + count * 64 > learned.shared_mlp_size(hidden, 64, 16)  # and no rank is left unused
 
 
 def test_gate_ahead_exchanges_the_norms(train):
@@ -188,7 +219,7 @@ def test_training_on_broken_rows_stays_finite(train):
     broken = train.select(list(range(16)))
     broken.router_input = broken.router_input.clone()
     broken.router_input[5:9] = torch.nan
-    for name in LEARNED:
+    for name in (*LEARNED, "residual_gate"):
         assert torch.isfinite(make(name).fit(broken).score(broken)).all(), name
 
 
@@ -225,6 +256,26 @@ def test_held_out_prompts_are_not_fitted_on(train):
     changed.routes[held] = changed.routes[held].flip(0)
     same = [predictors.build("transition").fit(trace).table["transition"] for trace in (train, changed)]
     assert torch.equal(*same)
+
+
+def test_ours_remembers_earlier_tokens_only(fitted, test):
+    """Changing a token changes no score before it, and none of another prompt."""
+    changed = test.select(list(range(6)))
+    row = int(test.prompt_starts[2]) + 9
+    changed.router_input = changed.router_input.clone()
+    changed.router_input[row] = changed.router_input[row].flip(-1)
+    before, after = (fitted["residual_gate"].score(trace) for trace in (test, changed))
+    differs = (before - after).abs().amax((1, 2)) > 1e-6
+    assert differs[row] and differs[row + 1] and not differs[:row].any()
+    assert not differs[test.prompt_starts[3]:].any()
+
+
+def test_ours_without_memory_scores_rows_in_any_batch(train, test):
+    predictor = make("residual_gate", features=("state",)).fit(train)
+    step, scores = predictor.online(), predictor.score(test)
+    for layer in range(4):
+        found = step(layer, test.router_input[:, layer], test.routes[:, layer])
+        assert torch.allclose(found, scores[:, layer], atol=1e-5)
 
 
 def test_bfloat16_traces_work():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 from dualdeadline import manifest, metrics, paths, predictors, record
+from dualdeadline.predictors.residual import FEATURES
 
 UNTRAINED = ("random", "popularity", "previous_layer", "previous_token", "transition", "gate_ahead", "oracle")
 KINDS = ("baseline", "published", "ours", "control")
@@ -31,6 +32,11 @@ class Candidate:
     kind: str = "published"
     options: dict = field(default_factory=dict)
 
+    @property
+    def learns(self) -> bool:
+        """Whether it is trained by gradient descent, with a seed and epochs."""
+        return issubclass(predictors.REGISTRY[self.name], predictors.Learned)
+
 
 BASELINES = [Candidate(name, name, "baseline") for name in UNTRAINED]
 ABLATIONS = [
@@ -44,14 +50,12 @@ ABLATIONS = [
     Candidate("low_rank_bce", "low_rank", options={"loss": "bce"}),
     Candidate("shuffled", "shuffled", "control"),
     Candidate("residual_gate_default", "residual_gate", "ours"),
-    Candidate("residual_gate_bce", "residual_gate", "ours", {"loss": "bce"}),
-    Candidate("residual_gate_kl", "residual_gate", "ours", {"loss": "kl"}),
-    Candidate("residual_gate_rank4", "residual_gate", "ours", {"rank": 4}),
     Candidate("residual_gate_rank8", "residual_gate", "ours", {"rank": 8}),
-    Candidate("residual_gate_state", "residual_gate", "ours", {"features": ("state",)}),
-    Candidate("residual_gate_routes", "residual_gate", "ours", {"features": ("routes",)}),
-    Candidate("residual_gate_previous", "residual_gate", "ours",
-              {"features": ("state", "routes", "previous")}),
+    Candidate("residual_gate_rank16", "residual_gate", "ours", {"rank": 16}),
+    *(Candidate(f"residual_gate_no_{name}", "residual_gate", "ours",
+                {"features": tuple(other for other in FEATURES if other != name)}) for name in FEATURES),
+    Candidate("residual_gate_no_memory", "residual_gate", "ours", {"features": ("state",)}),
+    Candidate("residual_gate_no_low_rank", "residual_gate", "ours", {"features": ("previous", "running")}),
 ]
 
 SHOWN = (*UNTRAINED, "probe", "low_rank", "shuffled")  # one seed, every horizon; the finalists come beside them
@@ -74,9 +78,10 @@ class Job:
 
 
 def jobs(candidates, horizons: Sequence[int], seeds: Sequence[int], source: str = "") -> list[Job]:
-    """Every combination of candidate, horizon and seed."""
+    """Every combination of candidate, horizon and seed; one that draws nothing has the first seed only."""
     every = itertools.product(candidates, horizons, seeds)
-    return [Job(candidate, horizon, seed, source) for candidate, horizon, seed in every]
+    return [Job(candidate, horizon, seed, source) for candidate, horizon, seed in every
+            if candidate.learns or seed == seeds[0]]
 
 
 def fit_all(todo: Sequence[Job], train, validation, folder: Path, budgets: Sequence[int], workers: int = 2,
@@ -106,8 +111,7 @@ def fit_all(todo: Sequence[Job], train, validation, folder: Path, budgets: Seque
 
 def _fit(job: Job, train, validation, folder: Path, budgets: Sequence[int], training: dict) -> dict:
     candidate = job.candidate
-    learns = issubclass(predictors.REGISTRY[candidate.name], predictors.Learned)
-    options = (training if learns else {}) | candidate.options
+    options = (training if candidate.learns else {}) | candidate.options
     predictor = predictors.build(candidate.name, horizon=job.horizon, seed=job.seed, **options)
     start = time.perf_counter()
     predictor.fit(of_source(train, job.source))
@@ -141,8 +145,8 @@ def of_source(trace, source: str):
 
 
 def source_of(name: str) -> str:
-    """Source text of a predictor's `forward`."""
-    return textwrap.dedent(inspect.getsource(predictors.REGISTRY[name].forward))
+    """Source text of a predictor's `logits`."""
+    return textwrap.dedent(inspect.getsource(predictors.REGISTRY[name].logits))
 
 
 def add_records(recorder: record.Recorder, fits: pd.DataFrame, budgets: Sequence[int], prompts: int) -> None:

@@ -148,8 +148,16 @@ class Predictor:
         """Probability [T, L-horizon, E] that an expert of target layers horizon..L-1 is routed."""
         self._fitted()
         parts = [self.probabilities(self._look(trace, rows)).transpose(0, 1).cpu()
-                 for rows in torch.arange(len(trace.prompt)).split(CHUNK)]
+                 for rows in self.chunks(trace, torch.arange(len(trace.prompt)))]
         return torch.cat(parts) if parts else torch.empty(0, self.L - self.horizon, self.E)
+
+    def chunks(self, trace, rows: Tensor) -> list[Tensor]:
+        """Rows in parts of whole prompts, a little over `CHUNK` tokens each, so that a memory sees every token."""
+        if not len(rows):
+            return []
+        counts = torch.unique_consecutive(trace.prompt[rows], return_counts=True)[1]
+        part = (counts.cumsum(0) - counts) // CHUNK
+        return list(rows.split(torch.bincount(part, counts).long()[part.unique()].tolist()))
 
     def _look(self, trace, rows: Tensor):
         return view(trace, rows, self.horizon).to(self.device)
@@ -170,8 +178,8 @@ class Predictor:
 
     @torch.no_grad()
     def _calibrate(self, trace, held: Tensor) -> None:
-        held = held[:: max(1, len(held) // 1024)]  # two numbers per layer need no more tokens
-        scores = margin(self.logits(self._look(trace, held)), self.K)
+        parts = [margin(self.logits(self._look(trace, rows)), self.K) for rows in self.chunks(trace, held)]
+        scores = torch.cat(parts, 1)
         routed = membership(trace.routes[held, self.horizon:].long().transpose(0, 1), self.E).to(scores.device)
         self.table["slope"], self.table["offset"] = platt(scores.flatten(1), routed.flatten(1))
 
@@ -227,7 +235,23 @@ class Online:
         self.predictor, self._seen = predictor, {}
 
     def reset(self) -> None:
+        """Forget: other sequences begin."""
         self._seen.clear()
+
+    def ran(self, layer: int) -> int:
+        """The layer whose router ran last when `layer` is stepped."""
+        return layer if self.predictor.horizon else (layer - 1) % self.predictor.L
+
+    def observe(self, layer: int, state: Tensor, ids: Tensor) -> None:
+        """Note what is new at a step, state [1,N,H] and ids [N,K], before predicting."""
+        self._seen[self.ran(layer)] = ids
+
+    def view(self, layer: int, state: Tensor, ids: Tensor) -> View:
+        """What the predictor sees at a step."""
+        previous = self._seen.get(layer + self.predictor.horizon)
+        if previous is None or previous.shape != ids.shape:
+            previous = torch.full_like(ids, -1)
+        return View(slice(layer, layer + 1), state, ids[None], previous[None]).to(self.predictor.device)
 
     @torch.no_grad()
     def __call__(self, layer: int, router_input: Tensor, ids: Tensor) -> Tensor | None:
@@ -245,13 +269,8 @@ class Online:
         guide = self.predictor
         if not 0 <= layer < guide.L:
             raise ValueError(f"layer is {layer}; needed: 0 to {guide.L - 1}")
-        ids = ids.long()
-        self._seen[layer if guide.horizon else (layer - 1) % guide.L] = ids
-        target = layer + guide.horizon
-        if target >= guide.L:
+        ids, state = ids.long(), sane(router_input.float())[None].to(guide.device)
+        self.observe(layer, state, ids)
+        if layer + guide.horizon >= guide.L:
             return None
-        previous = self._seen.get(target)
-        if previous is None or previous.shape != ids.shape:
-            previous = torch.full_like(ids, -1)
-        seen = View(slice(layer, layer + 1), sane(router_input.float())[None], ids[None], previous[None])
-        return guide.probabilities(seen.to(guide.device))[0]
+        return guide.probabilities(self.view(layer, state, ids))[0]

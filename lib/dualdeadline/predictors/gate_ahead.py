@@ -41,12 +41,13 @@ class RouterAhead(Predictor):
         if self.routers is None:
             raise ValueError(f"{self.name} applies the model's routers; needed: routers=store.routers")
 
-    def unit(self, view: View) -> Tensor:
-        """The source state [G,N,H] at unit scale, free of the source layer's norm factor."""
-        norm = self.routers.norm
-        if norm is not None and self.horizon:
-            norm = norm[view.layer].to(view.state.device, torch.float32)
-        return unit_state(view.state, norm if self.horizon else None, self.routers.eps)
+    def unit(self, state: Tensor, layer: slice) -> Tensor:
+        """States [G,N,H] of G layers at unit scale, free of those layers' norm factors.
+
+        At horizon 0 the states are layer-start states, which no factor has touched.
+        """
+        norm = self._router("norm", layer, state) if self.horizon else None
+        return unit_state(state, norm, self.routers.eps)
 
     def gate(self, unit: Tensor, layer: slice) -> Tensor:
         """Router logits [G,N,E] of G layers for unit states [G,N,H], ordered as experts are chosen."""
@@ -74,4 +75,4 @@ class GateAhead(RouterAhead):
 
     def logits(self, view: View) -> Tensor:
         """[G,N,E]: logits of the target layer's router."""
-        return self.gate(self.unit(view), self.target(view.layer))
+        return self.gate(self.unit(view.state, view.layer), self.target(view.layer))

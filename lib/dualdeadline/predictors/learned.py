@@ -23,7 +23,7 @@ class Learned(Predictor):
 
     sources = ("loss", "epochs", "batch", "rate", "decay")
 
-    def __init__(self, horizon=1, seed=0, routers=None, loss="bce", epochs=8, batch=64, rate=3e-3, decay=0.01):
+    def __init__(self, horizon=1, seed=0, routers=None, loss="bce", epochs=8, batch=32, rate=0.02, decay=0.01):
         super().__init__(horizon, seed, routers)
         if loss not in training.LOSSES:
             raise ValueError(f"loss is {loss!r}; needed: one of {', '.join(training.LOSSES)}")
@@ -152,7 +152,7 @@ class Probe(Learned, RouterAhead):
         return {"weight": torch.zeros(count, self.E, self.E), "bias": torch.zeros(count, self.E)}
 
     def inputs(self, view: View) -> dict[str, Tensor]:
-        seen = self.gate(self.unit(view), view.layer).log_softmax(-1)
+        seen = self.gate(self.unit(view.state, view.layer), view.layer).log_softmax(-1)
         return {"seen": seen - seen.mean(-1, keepdim=True)}
 
     def forward(self, inputs: dict[str, Tensor], layer: slice) -> Tensor:
