@@ -170,3 +170,10 @@ def test_changed_hub_text_is_refused(local_hub, manifests):
     change(manifests / "gsm8k-humaneval.jsonl", 0, sha256="0" * 64)
     with pytest.raises(ValueError, match="its text differs in .*gsm8k local-"):
         corpus.load("gsm8k-humaneval")
+
+
+def test_frame_has_a_line_per_prompt(tiny_tokenizer):
+    prompts = corpus.load("pilot", 6)
+    table = corpus.frame({"pilot": prompts}, tiny_tokenizer)
+    assert table.id.tolist() == [prompt.id for prompt in prompts] and set(table.corpus) == {"pilot"}
+    assert table.tokens.tolist() == [len(tiny_tokenizer(prompt.text)["input_ids"]) for prompt in prompts]

@@ -427,3 +427,48 @@ def test_capture_costs_at_most_five_percent_at_batch_sixteen(tiny_tokenizer):
     prompts = [Prompt(f"p{i}", "words", "train", "g", "how many words " * (3 + i % 4)) for i in range(16)]
     taken = traces.overhead(model, tiny_tokenizer, prompts, steps=40)
     assert (taken.captured_ms / taken.plain_ms).median() < 1.05
+
+
+def test_small_model_decodes_on_one_thread_and_gives_the_others_back(collect, monkeypatch):
+    from dualdeadline.traces import decode as loop
+
+    seen = []
+    true = loop._decode
+    monkeypatch.setattr(loop, "_decode", lambda *args: (seen.append(torch.get_num_threads()), true(*args))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        collect()
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_summary_records_every_store_and_layer(tiny_store, tmp_path, monkeypatch):
+    from dualdeadline import paths, record
+    from dualdeadline.traces import summary
+
+    monkeypatch.setattr(paths, "DATA", tmp_path)
+    recorder = record.Recorder("02_traces", "tiny", "0", paths.Workspace("smoke"), {"seed": 0})
+    trace = summary.add_records(recorder, {"tiny": tiny_store}, 100, 0)["tiny"]
+    rows = {(row["variant"], row["metric"], row["config"]): row for row in recorder.rows}
+    assert rows["decode", "tokens", '{"corpus": "tiny"}']["median"] == len(trace)
+    for layer in range(3):
+        keys = f'{{"corpus": "tiny", "layer": {layer}}}'
+        reuse = rows["neighbour", "reuse", keys]
+        assert reuse["median"] == pytest.approx(float(traces.reuse(trace)[layer]), abs=1e-6)
+        assert reuse["low"] <= reuse["median"] <= reuse["high"] and rows["busiest", "load", keys]["median"] >= 1
+    assert summary.table({"tiny": tiny_store}).tokens.tolist() == [len(trace)]
+
+
+def test_routing_shows_exactly_the_routed_experts(tiny_store):
+    from dualdeadline.traces import summary
+
+    trace = tiny_store.split()
+    name = summary.longest(trace, "code")
+    part = trace.select([name])
+    assert part.source == ["code"] and len(part) == max(
+        length for length, source in zip(trace.lengths.tolist(), trace.source, strict=True) if source == "code")
+    grid = summary.routing(trace, name, 1)
+    assert grid.shape == (8, len(part)) and (~np.isnan(grid)).sum() == 2 * len(part)
+    assert grid[int(part.routes[0, 1, 0]), 0] == pytest.approx(float(part.weights[0, 1, 0]))

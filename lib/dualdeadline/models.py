@@ -203,6 +203,22 @@ def revision(key: str) -> str:
     return AutoConfig.from_pretrained(source, revision=wanted)._commit_hash or wanted
 
 
+def tokenizer(key: str):
+    """The tokenizer of a model of `models.yaml`."""
+    from transformers import AutoTokenizer
+
+    source, wanted = location(key)
+    return AutoTokenizer.from_pretrained(source, revision=wanted)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt: in the tokenizer's chat template if it has one, else as plain text."""
+    if not tokenizer.chat_template:
+        return tokenizer(text)["input_ids"]
+    chat = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+
+
 def load(key: str, device: str | None = None, dtype: str | None = None, experts: str = "grouped_mm"):
     """Load a model and its tokenizer for decoding.
 
@@ -215,7 +231,7 @@ def load(key: str, device: str | None = None, dtype: str | None = None, experts:
     Raises:
         ValueError: unknown key, a model without MoE layers, or sizes other than `models.yaml` says.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     source, wanted = location(key)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,4 +242,4 @@ def load(key: str, device: str | None = None, dtype: str | None = None, experts:
     wrong = {name: spec[name] for name in ("L", "E", "K", "H", "F") if entry(key).get(name, spec[name]) != spec[name]}
     if wrong:
         raise ValueError(f"{source} has {wrong}; needed: what data_manifests/models.yaml says of {key}")
-    return model, AutoTokenizer.from_pretrained(source, revision=wanted)
+    return model, tokenizer(key)

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dualdeadline import manifest, paths
+import pandas as pd
+
+from dualdeadline import manifest, models, paths
 from dualdeadline.corpus import build, sources
 from dualdeadline.corpus.build import SPLITS, templates
 
-__all__ = ["SPLITS", "Prompt", "check_disjoint", "load", "names", "rows", "templates"]
+__all__ = ["SPLITS", "Prompt", "check_disjoint", "frame", "load", "names", "rebuilt", "rows", "templates"]
 
 
 class Prompt(NamedTuple):
@@ -58,6 +60,18 @@ def load(name: str, limit: int = 0) -> list[Prompt]:
     return [
         Prompt(row["id"], row["source"], row["split"], row["group"], _checked(row, texts)) for row in chosen
     ]
+
+
+def frame(prompts: dict[str, list[Prompt]], tokenizer) -> pd.DataFrame:
+    """One line per prompt: corpus, the fields of `Prompt`, and its length in tokens as the model is given it."""
+    rows = [prompt._asdict() | {"corpus": name, "tokens": len(models.encode(tokenizer, prompt.text))}
+            for name, group in prompts.items() for prompt in group]
+    return pd.DataFrame(rows)
+
+
+def rebuilt(name: str) -> bool | None:
+    """Whether the rules and the installed packages give the committed manifest again; None for a hub corpus."""
+    return None if name in _hub()["corpora"] else build.rows(name) == rows(name)
 
 
 def _path(name: str):

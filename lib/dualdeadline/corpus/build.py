@@ -98,7 +98,8 @@ def _docstrings() -> list[dict]:
             if not left:
                 break
     return [
-        _packaged("docstring", f"{module}:{name}", split, module, sources.docstrings(module)[name], module.split(".")[0])
+        _packaged("docstring", f"{module}:{name}", split, module, sources.docstrings(module)[name],
+                  module.split(".")[0])
         for split, group in shares(shuffled("ood", chosen)).items() for module in group for name in chosen[module]
     ]
 

@@ -62,7 +62,8 @@ class Capture:
         """
         for field, seen in self._seen.items():
             if len(seen) != self.spec.L:
-                raise RuntimeError(f"a decode step gave {len(seen)} of {field}; needed: one per MoE layer ({self.spec.L})")
+                raise RuntimeError(f"a decode step gave {len(seen)} of {field}; needed: one per MoE layer "
+                                   f"({self.spec.L})")
             if field not in self.buffers:
                 self.buffers[field] = seen[0].new_empty((self.steps, self.spec.L, *seen[0].shape))
             torch.stack(seen, out=self.buffers[field][self.taken])

@@ -52,7 +52,8 @@ def collect(
         min_new_tokens: 0 to `new_tokens`; every trace has at least so many steps.
 
     Raises:
-        ValueError: no prompts, `min_new_tokens` out of range, a prompt longer than the context, or a folder made with another model or settings.
+        ValueError: no prompts, `min_new_tokens` out of range, a prompt longer than the context, or a folder made
+            with another model or settings.
         OSError: the disk is full; what was collected before is kept and a later call goes on.
     """
     if not 0 <= min_new_tokens <= new_tokens:
@@ -98,7 +99,8 @@ def _prepare(model, tokenizer, out: Path, lengths: dict, sampling, resume: bool,
     tensors = {name: value for name, value in tensors.items() if value is not None}
     meta["routers_sha256"] = _save(tensors, out / store.ROUTERS, {"settings": meta["settings"]})
     meta |= {"eps": routers.eps, "norm_topk_prob": routers.norm_topk_prob}
-    meta |= {"requested": len(prompts), "name": model.name_or_path, "revision": getattr(model.config, "_commit_hash", None)}
+    meta |= {"requested": len(prompts), "name": model.name_or_path}
+    meta |= {"revision": getattr(model.config, "_commit_hash", None)}
     manifest.write_text(out / store.META, json.dumps(meta, indent=1) + "\n")
     if not resume:
         (out / store.INDEX).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What traces look like: repetition, expert load, reuse between neighbouring tokens, and the cost of capturing."""
+"""What traces look like: repetition, expert load, reuse between neighbours, and what capturing costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from dualdeadline import models
 from dualdeadline.corpus import Prompt
 from dualdeadline.traces.capture import Capture
-from dualdeadline.traces.collection import encode, special_tokens
-from dualdeadline.traces.decode import Session, decode
+from dualdeadline.traces.collection import special_tokens
+from dualdeadline.traces.decode import Session, decode, fitting_threads
 from dualdeadline.traces.sampling import Sampling
 from dualdeadline.traces.store import Trace
 
@@ -37,15 +37,25 @@ def repetition(trace: Trace, n: int = 4) -> pd.DataFrame:
 def expert_load(trace: Trace) -> torch.Tensor:
     """[L,E] share of a layer's routed slots that each expert takes; rows sum to one."""
     _, layers, _ = trace.routes.shape
-    counts = torch.stack([torch.bincount(trace.routes[:, i].flatten(), minlength=trace.num_experts) for i in range(layers)])
+    counts = torch.stack([torch.bincount(trace.routes[:, layer].flatten(), minlength=trace.num_experts)
+                          for layer in range(layers)])
     return counts / counts.sum(1, keepdim=True)
 
 
-def reuse(trace: Trace) -> torch.Tensor:
-    """[L] mean share of a token's experts that the previous token of its prompt used too."""
+def reuse_by_token(trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N,L] share of a token's experts that the previous token of its prompt used too, and prompt[N].
+
+    N counts the tokens that have a previous one.
+    """
     later = trace.prompt[1:] == trace.prompt[:-1]
     now, before = trace.routes[1:][later], trace.routes[:-1][later]
-    return (now.unsqueeze(-1) == before.unsqueeze(-2)).any(-1).float().mean((0, 2))
+    shares = (now.unsqueeze(-1) == before.unsqueeze(-2)).any(-1).float().mean(-1)
+    return shares, trace.prompt[1:][later]
+
+
+def reuse(trace: Trace) -> torch.Tensor:
+    """[L] mean over tokens of `reuse_by_token`."""
+    return reuse_by_token(trace)[0].mean(0)
 
 
 def chance_reuse(trace: Trace) -> torch.Tensor:
@@ -62,7 +72,7 @@ def check_capture(
         AssertionError: capturing changed a token.
     """
     stops, pad = special_tokens(model, tokenizer)
-    ids = [encode(tokenizer, prompt.text) for prompt in prompts]
+    ids = [models.encode(tokenizer, prompt.text) for prompt in prompts]
     runs = [
         decode(model, spec, ids, [prompt.id for prompt in prompts], new_tokens, sampling, stops, pad)
         for spec in (None, models.describe(model))
@@ -73,7 +83,9 @@ def check_capture(
 
 
 @torch.inference_mode()
-def overhead(model, tokenizer, prompts: Sequence[Prompt], steps: int = 40, warmup: int = 8, seed: int = 0) -> pd.DataFrame:
+def overhead(
+    model, tokenizer, prompts: Sequence[Prompt], steps: int = 40, warmup: int = 8, seed: int = 0
+) -> pd.DataFrame:
     """Time single decode steps of one batch with and without capture.
 
     Two equal sessions advance side by side, one captured; which goes first is drawn anew at each step, so
@@ -82,16 +94,18 @@ def overhead(model, tokenizer, prompts: Sequence[Prompt], steps: int = 40, warmu
     Returns:
         One row per step after warm-up: plain_ms, captured_ms (wall time, device synchronised).
     """
-    ids = [encode(tokenizer, prompt.text) for prompt in prompts]
+    ids = [models.encode(tokenizer, prompt.text) for prompt in prompts]
     pad = special_tokens(model, tokenizer)[1]
     captures = {"plain": None, "captured": Capture(models.describe(model), steps + warmup)}
-    sessions = {name: Session(model, ids, pad, steps + warmup) for name in captures}
+    with fitting_threads(model):
+        sessions = {name: Session(model, ids, pad, steps + warmup) for name in captures}
     draw, rows = random.Random(seed), []
-    for _ in range(steps + warmup):
-        order = list(captures)
-        draw.shuffle(order)
-        tokens = sessions["plain"].logits.argmax(-1)
-        rows.append({f"{name}_ms": _timed(sessions[name], captures[name], tokens) for name in order})
+    with fitting_threads(model):
+        for _ in range(steps + warmup):
+            order = list(captures)
+            draw.shuffle(order)
+            tokens = sessions["plain"].logits.argmax(-1)
+            rows.append({f"{name}_ms": _timed(sessions[name], captures[name], tokens) for name in order})
     return pd.DataFrame(rows[warmup:])[["plain_ms", "captured_ms"]]
 
 

@@ -141,7 +141,8 @@ class TraceStore:
         rows = rows[rows.tokens > 0]
         if name not in known or rows.empty:
             counts = self.index.split.value_counts().to_dict()
-            raise ValueError(f"split {name!r} has no traces; needed: one of {', '.join(known)} with some (here: {counts})")
+            raise ValueError(f"split {name!r} has no traces; needed: one of {', '.join(known)} with some "
+                             f"(here: {counts})")
         wanted = set(tensors)
         loaded = self._load(rows, wanted)
         lengths = torch.tensor(rows.tokens.to_numpy())
@@ -171,7 +172,8 @@ class TraceStore:
         try:
             return safetensors.load(sound_bytes(self.path / name, sha256))
         except ValueError as error:
-            raise ValueError(f"{error}; run notebook {STAGE} again, which collects only what is missing or broken") from None
+            raise ValueError(f"{error}; run notebook {STAGE} again, which collects only what is missing or "
+                             "broken") from None
 
     def verify(self) -> list[str]:
         """Every problem in the folder, one sentence each: missing, altered and foreign files; [] when sound."""
