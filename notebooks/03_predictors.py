@@ -110,8 +110,8 @@ Markdown(f"Chosen on validation: ours **{ours}**, published **{published}**.")
 # %% [markdown]
 # ## Finalists: every horizon, several seeds
 #
-# What draws nothing has one fit per horizon, and so have the other published kinds. Last come fits on prompts of one source only, for the test
-# across domains.
+# What draws nothing has one fit per horizon, and so have the other published kinds. Last come fits on prompts of one source only, for
+# the test across domains.
 
 # %%
 others = [item for item in selection.BASELINES + selection.ABLATIONS if item.label in selection.SHOWN]

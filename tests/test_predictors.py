@@ -1,5 +1,6 @@
 """Every predictor: fit, score, step, save; sizes as published; controls; bad input."""
 
+import pandas as pd
 import pytest
 import torch
 from dualdeadline import metrics, predictors, selection
@@ -315,6 +316,11 @@ def test_fits_are_kept_compared_and_not_repeated(train, test, tmp_path):
     again = selection.fit_all(plan + selection.jobs([selection.candidate("random")], [1], [0]), train, test, tmp_path,
                               [2, 4], done=fits)
     assert again.iloc[:6].equals(fits) and list(again.label[6:]) == ["random"]
+    control = fits.iloc[:1].assign(label="shuffled", kind="control")
+    partial = fits.iloc[:1].assign(label="probe")
+    measured = selection.to_measure(pd.concat([fits, control, partial]))
+    assert sorted(measured.label.unique()) == ["gate_ahead", "low_rank", "popularity", "shuffled"]
+    assert list(selection.to_measure(fits, ["gate_ahead"]).horizon) == [1, 2]
     with pytest.raises(ValueError, match="humaneval"):
         selection.of_source(train, "poems")
     with pytest.raises(ValueError, match="shared_mlp"):

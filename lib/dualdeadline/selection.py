@@ -58,7 +58,7 @@ ABLATIONS = [
     Candidate("residual_gate_no_low_rank", "residual_gate", "ours", {"features": ("previous", "running")}),
 ]
 
-SHOWN = (*UNTRAINED, "probe", "low_rank", "shuffled")  # one seed, every horizon; the finalists come beside them
+SHOWN = (*UNTRAINED, "probe", "low_rank")  # one seed, every horizon; the finalists come beside them
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,14 @@ def read_index(workspace: paths.Workspace) -> pd.DataFrame:
 
 
 def to_measure(fits: pd.DataFrame, labels: Sequence[str] = ()) -> pd.DataFrame:
-    """Fits that go to test: on all sources, at every horizon that `gate_ahead` has; only `labels`, if given."""
-    horizons = set(fits[fits.label == "gate_ahead"].horizon)
-    complete = fits[fits.source == ""].groupby("label").horizon.agg(lambda found: set(found) == horizons)
-    chosen = [label for label in complete.index[complete] if not labels or label in labels]
-    return fits[fits.label.isin(chosen) & (fits.source == "")]
+    """Fits that go to test: on all sources, at every horizon that `gate_ahead` has; only `labels`, if given.
+
+    The controls go too, at the one horizon that they have.
+    """
+    whole = fits[fits.source == ""]
+    count = whole.groupby("label").horizon.transform("nunique")
+    complete = (count == fits[fits.label == "gate_ahead"].horizon.nunique()) | (whole.kind == "control")
+    return whole[complete & whole.label.isin(labels or whole.label)]
 
 
 def write_scores(folders: Sequence[str], trace, name: str, workspace: paths.Workspace) -> list[Path]:
