@@ -112,6 +112,18 @@ def test_greedy_takes_the_most_probable_token(tiny_model, tiny_prompts, collect)
     assert torch.equal(trace.tokens, expected[: len(trace)])
 
 
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "mixtral", "granitemoe"])
+def test_prompts_prefilled_in_groups_equal_one_group(family, tiny_model, tiny_prompts, tmp_path, monkeypatch):
+    from dualdeadline.traces import decode as loop
+
+    found = []
+    for rows in (2, 9):
+        monkeypatch.setattr(loop, "PREFILL_ROWS", rows)
+        found.append(traces.collect(*tiny_model(family), tiny_prompts, tmp_path / str(rows), 6, 9, WARM).split())
+    assert equal(*found)
+    torch.testing.assert_close(found[0].router_input, found[1].router_input, atol=1e-4, rtol=1e-3)
+
+
 # sampling
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from dualdeadline.models import MoESpec
 from dualdeadline.traces.capture import Capture
@@ -25,6 +25,7 @@ class Decoded:
     finish: str
 
 
+PREFILL_ROWS = 8  # prompts processed together; more rows would be padded to the longest of more
 SMALL_HIDDEN = 512  # hidden size up to which one CPU thread beats several
 
 
@@ -49,18 +50,25 @@ class Roomy(DynamicLayer):
 
     The stock layer joins old and new into a fresh tensor at every step, which at the pilot's size is the
     largest single cost of decoding.
+
+    Args:
+        parts: the layer as groups of rows have filled it, each to its own length; aligned at the right end.
+        room: tokens that will be added at most.
     """
 
-    def __init__(self, full: DynamicLayer, room: int):
+    def __init__(self, parts: list[DynamicLayer], room: int):
         super().__init__()
-        self.lazy_initialization(full.keys, full.values)
+        self.lazy_initialization(parts[0].keys, parts[0].values)
+        rows, length = sum(len(part.keys) for part in parts), max(part.keys.shape[2] for part in parts)
         self._stores = []
         for name in ("keys", "values"):
-            old = getattr(full, name)
-            store = old.new_empty((*old.shape[:2], old.shape[2] + room, old.shape[3]))
-            store[:, :, : old.shape[2]] = old
+            old = [getattr(part, name) for part in parts]
+            # what lies before a short prompt is masked, but must be finite: 0 * NaN would spread
+            store = old[0].new_zeros((rows, old[0].shape[1], length + room, old[0].shape[3]))
+            for target, group in zip(store.split([len(group) for group in old]), old, strict=True):
+                target[:, :, length - group.shape[2] : length] = group
             self._stores.append(store)
-            setattr(self, name, store[:, :, : old.shape[2]])
+        self.keys, self.values = (store[:, :, :length] for store in self._stores)
 
     def update(self, key_states, value_states, *_, **__):
         """Append in place; the two views returned hold everything so far."""
@@ -76,43 +84,54 @@ class Session:
 
     Args:
         model: transformers causal language model.
-        prompts: N lists of token ids.
+        prompts: N lists of token ids; the closer neighbours are in length, the less padding is computed.
         pad: token id that fills the left side; masked, so any id will do.
         steps: the most steps that will be made.
     """
 
     def __init__(self, model, prompts: list[list[int]], pad: int, steps: int):
-        self.model, self.device = model, model.device
-        width = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=self.device)
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        columns = torch.arange(width, device=self.device)
-        self.mask = (columns >= (width - lengths)[:, None]).long()
-        positions = (columns - (width - lengths)[:, None]).clamp(min=0)
+        self.model, self.device, self.pad = model, model.device, pad
         names = inspect.signature(model.forward).parameters
         # transformers renamed this argument between the versions supported
         self.cache_name = "cache" if "cache" in names else "past_key_values"
         self.extra = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        self.cache, self.next_position = None, lengths[:, None]
-        self.logits = self._forward(ids, positions)
-        layers = getattr(self.cache, "layers", [])
-        for place, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:  # sliding and recurrent layers do not grow
-                layers[place] = Roomy(layer, steps)
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
+        self.mask, self.next_position = _left_mask(lengths), lengths[:, None]
+        # sliding and recurrent layers cannot be joined afterwards
+        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers)
+        size = PREFILL_ROWS if plain else len(prompts)
+        groups = [self._prefill(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+        self.logits = torch.cat([logits for logits, _ in groups])
+        self.cache = groups[0][1]
+        for place, layer in enumerate(getattr(self.cache, "layers", [])):
+            if type(layer) is DynamicLayer:
+                self.cache.layers[place] = Roomy([cache.layers[place] for _, cache in groups], steps)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, object]:
+        """Logits [n,V] after the prompts of a few rows, and their cache."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(ids)) + ids for ids in prompts], device=self.device)
+        mask = _left_mask(torch.tensor([len(ids) for ids in prompts], device=self.device))
+        return self._forward(ids, (mask.cumsum(1) - 1).clamp(min=0), mask, None)
+
+    def _forward(self, ids, positions, mask, cache) -> tuple[torch.Tensor, object]:
         output = self.model(
-            input_ids=ids, attention_mask=self.mask, position_ids=positions, use_cache=True,
-            **{self.cache_name: self.cache}, **self.extra,
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+            **{self.cache_name: cache}, **self.extra,
         )
-        self.cache = getattr(output, self.cache_name)
-        return output.logits[:, -1]
+        return output.logits[:, -1], getattr(output, self.cache_name)
 
     def step(self, tokens: torch.Tensor) -> None:
         """Feed one token [N] per row; `logits` [N,V] are then those of the next."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        self.logits = self._forward(tokens[:, None], self.next_position)
+        self.logits, self.cache = self._forward(tokens[:, None], self.next_position, self.mask, self.cache)
         self.next_position = self.next_position + 1
+
+
+def _left_mask(lengths: torch.Tensor) -> torch.Tensor:
+    """[N, longest] ones over each row's last `lengths` places."""
+    width = int(lengths.max())
+    return (torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]).long()
 
 
 @torch.inference_mode()
