@@ -36,7 +36,7 @@ LOOKS = {
     "random": ("random", SILVER, SOLID),
     "shuffled": ("shuffled labels", SILVER, DOTTED),
     "none": ("no prefetch", GREY, DASHED),
-    "belady": ("Belady optimum", BLACK, DASHED),
+    "belady": ("Belady optimum", BLACK, DOTTED),
     "lru": ("LRU", BLUE, SOLID),
     "lfu": ("LFU", ORANGE, SOLID),
     "predicted": ("predicted eviction", VERMILLION, SOLID),
