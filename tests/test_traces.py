@@ -2,6 +2,7 @@ import copy
 import errno
 import math
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -427,7 +428,7 @@ def test_load_and_reuse():
 
 @pytest.mark.slow
 def test_capture_costs_at_most_five_percent_at_batch_sixteen(tiny_tokenizer):
-    """On the embedded model's shape, random weights: paired steps, so that a busy machine hits both alike."""
+    """On the embedded model's shape, random weights; CPU time of the thread, so that other programs do not count."""
     from conftest import tiny_config
     from dualdeadline.corpus import Prompt
     from transformers import AutoModelForCausalLM
@@ -437,8 +438,8 @@ def test_capture_costs_at_most_five_percent_at_batch_sixteen(tiny_tokenizer):
     model = AutoModelForCausalLM.from_config(config).eval()
     model.set_experts_implementation("grouped_mm")
     prompts = [Prompt(f"p{i}", "words", "train", "g", "how many words " * (3 + i % 4)) for i in range(16)]
-    taken = traces.overhead(model, tiny_tokenizer, prompts, steps=40)
-    assert (taken.captured_ms / taken.plain_ms).median() < 1.05
+    taken = traces.overhead(model, tiny_tokenizer, prompts, steps=60, clock=time.thread_time)
+    assert taken.captured_ms.median() < 1.05 * taken.plain_ms.median()
 
 
 def test_small_model_decodes_on_one_thread_and_gives_the_others_back(collect, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -84,15 +84,20 @@ def check_capture(
 
 @torch.inference_mode()
 def overhead(
-    model, tokenizer, prompts: Sequence[Prompt], steps: int = 40, warmup: int = 8, seed: int = 0
+    model, tokenizer, prompts: Sequence[Prompt], steps: int = 40, warmup: int = 8, seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> pd.DataFrame:
     """Time single decode steps of one batch with and without capture.
 
     Two equal sessions advance side by side, one captured; which goes first is drawn anew at each step, so
     that drift and caches fall on both alike.
 
+    Args:
+        clock: seconds; `time.thread_time` leaves out what other programs take of a busy CPU (small models only,
+            since those decode on one thread).
+
     Returns:
-        One row per step after warm-up: plain_ms, captured_ms (wall time, device synchronised).
+        One row per step after warm-up: plain_ms, captured_ms (device synchronised).
     """
     ids = [models.encode(tokenizer, prompt.text) for prompt in prompts]
     pad = special_tokens(model, tokenizer)[1]
@@ -105,20 +110,20 @@ def overhead(
             order = list(captures)
             draw.shuffle(order)
             tokens = sessions["plain"].logits.argmax(-1)
-            rows.append({f"{name}_ms": _timed(sessions[name], captures[name], tokens) for name in order})
+            rows.append({f"{name}_ms": _timed(sessions[name], captures[name], tokens, clock) for name in order})
     return pd.DataFrame(rows[warmup:])[["plain_ms", "captured_ms"]]
 
 
-def _timed(session: Session, capture: Capture | None, tokens: torch.Tensor) -> float:
+def _timed(session: Session, capture: Capture | None, tokens: torch.Tensor, clock) -> float:
     if capture:
         capture.__enter__()
     _synchronise(session)
-    start = time.perf_counter()
+    start = clock()
     session.step(tokens)
     if capture:
         capture.take()
     _synchronise(session)
-    taken = (time.perf_counter() - start) * 1e3
+    taken = (clock() - start) * 1e3
     if capture:
         capture.__exit__()
     return taken
