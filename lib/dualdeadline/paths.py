@@ -24,6 +24,7 @@ FIGURES = ROOT / "figures"
 PAPER = ROOT / "paper"
 TESTS = ROOT / "tests"
 DOWNLOADS = DATA / "downloads"
+TRAINED = ("90_pilot_model",)  # stages whose notebook only reads records
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Workspace:
     @property
     def records(self) -> Path:
         return RECORDS if self._published else self.base / "records"
+
+    def record_file(self, stage: str) -> Path:
+        """The stage's records. A shipped model is trained once, elsewhere: its rows serve every profile."""
+        return (RECORDS if stage in TRAINED else self.records) / f"{stage}.csv"
 
     @property
     def figures(self) -> Path:

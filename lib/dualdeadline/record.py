@@ -39,7 +39,7 @@ class Recorder:
     """
 
     def __init__(self, stage: str, model: str, revision: str, workspace: paths.Workspace, scope: dict | None = None):
-        self.path = workspace.records / f"{stage}.csv"
+        self.path = workspace.record_file(stage)
         self.common = {"stage": stage, "model": model, "revision": revision, "scope": _compact(scope or {})}
         self.rows: list[dict] = []
 
@@ -120,7 +120,7 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     Rows of this machine win; a model and kind that this machine never ran shows the reference machine's rows
     (the first of `machines.yaml` that has some). `here=True` takes this machine's rows only.
     """
-    rows = load(workspace.records / f"{stage}.csv")
+    rows = load(workspace.record_file(stage))
     if model is not None:
         rows = rows[rows.model == model]
     order = [machine.machine_id()] + ([] if here else list(machine.known()))
