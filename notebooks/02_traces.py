@@ -49,13 +49,13 @@ from dualdeadline.traces import summary
 workspace = paths.Workspace(profile)
 sampling = traces.Sampling(temperature, top_p, sampling_seed)
 policies = [(name, name, sampling) for name in corpora] + [(f"{name}_greedy", name, None) for name in greedy]
-report.style()
 
 # %% [markdown]
 # **In:** prompts of notebook 01 and the model. **Out:** one trace store per set below `data/`, one file per prompt with its SHA-256 in
 # the index; record rows. A run that is stopped goes on where it was; a damaged file is named and only that prompt collected again.
 
 # %%
+report.style()
 network, tokenizer = models.load(model)
 spec = models.describe(network)
 texts = {name: corpus.load(name, prompts) for name in {*corpora, *greedy}}

@@ -119,11 +119,16 @@ def test_grid_runs_each_combination(folder, capsys):
     assert "3 2.0" in notebook.read(workspace.runs / "02_second.ipynb").cells[3].outputs[0].text
 
 
+def hear_ctrl_c():
+    """A shell's background job ignores Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupt_keeps_what_was_done(folder, tmp_path):
     (folder / "profiles" / "pilot.yaml").write_text("02_second: {wait_s: 600}\n")
     script = f"import sys; from pathlib import Path; from dualdeadline import study; sys.exit(study.main(['run'], Path({str(folder)!r})))"
     process = subprocess.Popen([sys.executable, "-u", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               start_new_session=True, env=dict(os.environ))
+                               start_new_session=True, env=dict(os.environ), preexec_fn=hear_ctrl_c)
     while not (tmp_path / "data" / "waiting").exists():
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.1)

@@ -107,7 +107,8 @@ def start(folder, *values):
     (folder / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, folder / "script.py", folder, *map(str, values)], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(HERE)})
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(HERE)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a background job ignores Ctrl-C
 
 
 def wait_for(condition, seconds=60):

@@ -6,6 +6,7 @@ from dualdeadline.report import look
 from dualdeadline.report.tables import SHOWN_SLOTS, Subject, Table, conditions, pivot
 
 COLD = {"scope": "layer", "start": "cold"}
+SHOWN_BUDGETS = [0, 2, 4, 8]  # as many columns of intervals as two text columns hold
 STALLING = ("random", "popularity", "gate_ahead", "shared_mlp", "residual_gate", "oracle")
 
 
@@ -38,7 +39,7 @@ def prefetch(about: Subject) -> Table:
 
 def replay(about: Subject) -> Table:
     """Stall in the published accounting."""
-    rows = about.rows("05_replay", "stall_ms", timings="p50", **about.test)
+    rows = about.rows("05_replay", "stall_ms", budget=SHOWN_BUDGETS, timings="p50", **about.test)
     rows = rows[rows["variant"].isin(STALLING)]
     rows = rows.assign(line=rows["variant"].map(look.label) + ", " + rows["config.schedule"])
     caption = (
@@ -57,7 +58,7 @@ def replay(about: Subject) -> Table:
 def credit(about: Subject) -> Table:
     """Staged minus monolithic: what is left when link time is charged once, and without prediction."""
     rules = {"stall_difference_ms": "as published", "stall_link_once_difference_ms": "link once"}
-    rows = about.rows("05_replay", list(rules), timings="p50", **about.test)
+    rows = about.rows("05_replay", list(rules), budget=SHOWN_BUDGETS, timings="p50", **about.test)
     rows = rows[rows["variant"].isin(STALLING)]
     rows = rows.assign(line=rows["variant"].map(look.label) + ", " + rows["metric"].map(rules))
     caption = (
