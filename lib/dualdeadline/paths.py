@@ -51,8 +51,10 @@ class Workspace:
         return RECORDS if self._published else self.base / "records"
 
     def record_file(self, stage: str) -> Path:
-        """The stage's records. A shipped model is trained once, elsewhere: its rows serve every profile."""
-        return (RECORDS if stage in TRAINED else self.records) / f"{stage}.csv"
+        """Where a stage's records are read. A shipped model is trained once: without rows of its own a profile
+        reads the committed ones."""
+        own = self.records / f"{stage}.csv"
+        return RECORDS / own.name if stage in TRAINED and not own.exists() else own
 
     @property
     def figures(self) -> Path:

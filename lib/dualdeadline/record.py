@@ -39,7 +39,7 @@ class Recorder:
     """
 
     def __init__(self, stage: str, model: str, revision: str, workspace: paths.Workspace, scope: dict | None = None):
-        self.path = workspace.record_file(stage)
+        self.path = workspace.records / f"{stage}.csv"
         self.common = {"stage": stage, "model": model, "revision": revision, "scope": _compact(scope or {})}
         self.rows: list[dict] = []
 
