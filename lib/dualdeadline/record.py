@@ -47,10 +47,12 @@ class Recorder:
         """One row. `low`/`high` are the interval that the protocol names for this metric (None: no interval).
 
         Raises:
-            ValueError: unknown kind, or a second row with the same variant, metric and config.
+            ValueError: unknown kind, a control character in a name, or a second row with the same variant, metric and config.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; needed: one of {', '.join(KINDS)}")
+        if not (str(variant) + metric).isprintable():
+            raise ValueError(f"variant {variant!r} or metric {metric!r} has a line break or control character")
         row = self.common | {
             "variant": variant, "metric": metric, "unit": unit, "kind": kind, "n": int(n), "config": _compact(config),
             "median": _number(median), "low": _number(low), "high": _number(high),
