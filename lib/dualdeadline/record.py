@@ -47,7 +47,8 @@ class Recorder:
         """One row. `low`/`high` are the interval that the protocol names for this metric (None: no interval).
 
         Raises:
-            ValueError: unknown kind, a control character in a name, or a second row with the same variant, metric and config.
+            ValueError: unknown kind, a control character in a name, or a second row with the same variant, metric
+                and config.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; needed: one of {', '.join(KINDS)}")
