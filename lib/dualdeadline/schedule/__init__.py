@@ -1,0 +1,10 @@
+"""A schedule as data: operations (`ops.py`), and the named schedules built of them (`build.py`).
+
+To add a schedule: name it in `ops.NAMES` and give `build._Builder` a method of that name; every table then has it.
+"""
+
+from dualdeadline.schedule.build import Layer, block, ready, step
+from dualdeadline.schedule.ops import COMPONENTS, DEMAND, NAMES, PIECES, STAGES, Compute, Copy, Route, Schedule
+
+__all__ = ["COMPONENTS", "DEMAND", "NAMES", "PIECES", "STAGES", "Compute", "Copy", "Layer", "Route", "Schedule",
+           "block", "ready", "step"]
