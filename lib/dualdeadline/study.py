@@ -175,7 +175,8 @@ def environment() -> None:
     os.environ |= {"PYTHONHASHSEED": "0", "JUPYTER_PREFER_ENV_PATH": "1", "TOKENIZERS_PARALLELISM": "false",
                    "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     # another kernel called python3, or a backend that draws nothing, would come from these
-    for name in ("JUPYTER_PATH", "MPLBACKEND"):
+    # and without compiled files every kernel would compile its imports anew
+    for name in ("JUPYTER_PATH", "MPLBACKEND", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
 
 

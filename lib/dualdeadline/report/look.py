@@ -47,6 +47,12 @@ LOOKS = {
     "staged_barrier": ("staged, barrier", ORANGE, SOLID),
     "staged_pipelined": ("staged, pipelined", VERMILLION, SOLID),
     "component_priority": ("component priority", GREEN, SOLID),
+    "floor": ("floor: the copies alone", BLACK, DOTTED),
+    "resident": ("resident", SILVER, DASHED),
+    "fused": ("fused (ours)", VERMILLION, SOLID),
+    "eager": ("transformers eager", GREY, SOLID),
+    "batched_mm": ("transformers batched_mm", BLUE, SOLID),
+    "grouped_mm": ("transformers grouped_mm", GREEN, SOLID),
 }
 
 

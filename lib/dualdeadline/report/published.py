@@ -6,6 +6,8 @@ import pandas as pd
 
 from dualdeadline import paths, record
 from dualdeadline.report import latex, routing, text, verdicts
+from dualdeadline.report.kernels import kernels
+from dualdeadline.report.overlap import blocks, decode_steps, validation
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
 from dualdeadline.report.replay import caches, credit, prefetch, replay
 from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions, pivot
@@ -95,7 +97,8 @@ def sources(about: Subject) -> Table:
 TABLES = {
     made.__name__: made
     for made in (traces, recall, horizons, generalisation, domains, misses, prediction)
-    + (caches, prefetch, replay, credit, training, hypotheses, sources)
+    + (caches, prefetch, replay, credit, kernels, blocks, validation, decode_steps)
+    + (training, hypotheses, sources)
 }
 
 

@@ -19,6 +19,9 @@ STAGES = {
     "03_predictors": ("Which predictors, fitted how?", "traces", "fitted predictors, scores"),
     "04_evaluation": ("How much of the coming routes is predicted?", "scores, traces", "records, figures"),
     "05_replay": ("What do caches keep, what would stalls be?", "scores, traces", "records, figures"),
+    "06_kernels": ("How fast are experts, fetch and predictor?", "a GPU, or its records", "records, figures"),
+    "07_overlap": ("What is left to gain once every copy is pipelined?", "a GPU, or its records; scores",
+                   "records, figures"),
     "12_paper": (
         "Does all that is said follow from records?",
         "records, figures",

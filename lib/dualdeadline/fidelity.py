@@ -1,0 +1,56 @@
+"""Whether the predictor kernels choose as the predictors do: top-n sets on pairs that no fit has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+
+from dualdeadline import paths, predictors, selection
+from dualdeadline.kernels import predictor as kernels
+from dualdeadline.traces import TraceStore
+
+
+def kept_sets(
+    workspace: paths.Workspace,
+    corpus: str,
+    split: str,
+    labels: Sequence[str],
+    budgets: Sequence[int],
+    prompts: int = 0,
+    dtypes=(torch.float32, torch.bfloat16),
+    seed: int = 0,
+    horizon: int = 1,
+) -> pd.DataFrame:
+    """Top-n sets of the kernels' arithmetic, in torch, against the float32 predictor's on float32 states.
+
+    The kernels read states in bfloat16, in which traces store them too, and weights in one of `dtypes`.
+
+    Args:
+        prompts: pairs of the first so many prompts (0: all).
+
+    Returns:
+        DataFrame(predictor, weights, budget, pairs, kept): pairs of token and layer, and how many keep their set.
+    """
+    store = TraceStore(paths.need(workspace.traces / corpus, "02_traces"))
+    trace = store.split(split)
+    if prompts:
+        trace = trace.select(trace.prompt < prompts)
+    fits = selection.read_index(workspace)
+    fits = fits[(fits.seed == seed) & (fits.source == "") & (fits.horizon == horizon)].set_index("label")
+    rows = []
+    for label in labels:
+        predictor = predictors.load(workspace.scores / fits.folder[label], store.routers)
+        plain = predictor.score(trace)
+        for dtype in dtypes:
+            found = kernels.stored(predictor, dtype).score(trace)
+            for budget in budgets:
+                same = (_top(plain, budget) == _top(found, budget)).all(-1)
+                rows.append((label, str(dtype).removeprefix("torch."), budget, same.numel(), int(same.sum())))
+    return pd.DataFrame(rows, columns=["predictor", "weights", "budget", "pairs", "kept"])
+
+
+def _top(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """Sorted ids of the `budget` largest scores."""
+    return scores.topk(budget, -1).indices.sort(-1).values

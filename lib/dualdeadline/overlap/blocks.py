@@ -1,0 +1,173 @@
+"""Schedules of one MoE block, measured against the floor of their own copies, and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualdeadline import schedule, simulate, streams
+from dualdeadline.cost import CostModel, TransferModel
+from dualdeadline.schedule import Compute, Copy, Schedule
+from dualdeadline.streams.bench import Variant, interleaved
+from dualdeadline.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the schedules of one interleaved measurement have in common.
+
+    submission: `graph` (one CUDA graph) or `streams` (issued by the host); copy_streams: 1 or 2 copy queues.
+    """
+
+    tokens: int = 1
+    top_k: int = 8
+    kernels: str = "fused"
+    submission: str = "graph"
+    copy_streams: int = 1
+    ready: tuple[int, ...] = (0, 2, 4, 6, 8)
+    schedules: tuple[str, ...] = schedule.NAMES
+
+    def config(self, shape: str) -> dict:
+        """Config keys of its record rows."""
+        return {
+            "shape": shape,
+            "kernels": self.kernels,
+            "submission": self.submission,
+            "copy_streams": self.copy_streams,
+            "tokens": self.tokens,
+            "top_k": self.top_k,
+        }
+
+    def counts(self) -> list[int]:
+        """Numbers of ready gate/ups that this top_k allows."""
+        return [ready for ready in self.ready if ready <= self.top_k]
+
+
+def settings(tokens: Sequence[int], top_ks: Sequence[int], base_top_k: int = 8) -> list[Setting]:
+    """The full cross at one token, then more tokens from the base point (everything missing, base top_k)."""
+    ways = (("fused", "graph"), ("torch", "streams"))
+    cross = [Setting(1, top_k, kernels, submission) for top_k in top_ks for kernels, submission in ways]
+    cross += [Setting(1, base_top_k, "fused", "streams"), Setting(1, base_top_k, "fused", "graph", 2)]
+    more = [
+        Setting(count, base_top_k, kernels, submission, ready=(0,))
+        for count in tokens
+        if count > 1
+        for kernels, submission in ways
+    ]
+    return cross + more
+
+
+def layer_plan(routes: torch.Tensor, ready: int) -> schedule.Layer:
+    """Distinct experts of routes `[N,K]`, gate/up of the first `ready` present, and the tokens each serves."""
+    experts = streams.distinct(routes)
+    ids, counts = routes.unique(return_counts=True)
+    return schedule.Layer(
+        experts, schedule.ready(experts[:ready], ["gate_up"]), dict(zip(ids.tolist(), counts.tolist()))
+    )
+
+
+def block(work: streams.Work, name: str, layer: int, ready: int) -> Schedule:
+    """A named schedule of one layer of `work`."""
+    return schedule.block(name, layer_plan(work.routes[layer], ready), work.shape.component_bytes, layer)
+
+
+def ideal(plan: Schedule) -> Timeline:
+    """Timeline on a link of 50 GB/s and memory of 4000 GB/s, without fixed costs: to look at, not to quote."""
+    reads = {stage: TransferModel(0.0, 1e3 / 4e12) for stage in ("gate_up", "down", "down_combine", "combine")}
+    sizes = {op.piece: op.bytes for op in plan.copies if op.piece != "expert"}
+    whole = next((op.bytes for op in plan.copies if op.piece == "expert"), 0)
+    sizes = {"gate_up": whole * 2 // 3, "down": whole // 3} | sizes
+    return simulate.run(plan, CostModel(TransferModel(0.0, 1e3 / 5e10), reads, sizes))
+
+
+def floor(plan: Schedule) -> Schedule:
+    """Only the copies of a schedule, back to back."""
+    return Schedule("floor", tuple(op for op in plan.ops if isinstance(op, Copy)), plan.present)
+
+
+def resident(work: streams.Work, layer: int) -> Schedule:
+    """The block with every expert present."""
+    experts = work.experts(layer)
+    ops = (Compute(layer, "gate_up", experts), Compute(layer, "down_combine", experts))
+    return Schedule("resident", ops, frozenset((layer, *pair) for pair in schedule.ready(experts)))
+
+
+def check(work: streams.Work, setting: Setting, layer: int = 0) -> None:
+    """Every schedule of a setting, run over slots full of NaN, must give the resident output bit by bit.
+
+    Raises:
+        AssertionError: naming the schedule and how many values differ.
+    """
+    expected = work.resident(layer)
+    for ready in setting.counts():
+        for name in setting.schedules:
+            plan = block(work, name, layer, ready)
+            work.forget(layer, [(expert, part) for _, expert, part in plan.present])
+            if setting.submission == "graph" and work.device.type == "cuda":
+                replay = streams.capture(plan, work, setting.copy_streams)
+                work.forget(layer, [(expert, part) for _, expert, part in plan.present])
+                replay()
+            else:
+                streams.run(plan, work, setting.copy_streams)
+            differ = int((work.out[layer] != expected).sum())
+            assert torch.equal(work.out[layer], expected), f"{name}, {ready} ready: {differ} values differ"
+
+
+def measure(work: streams.Work, setting: Setting, samples: int, budget_s: float = float("inf"), seed: int = 0) -> dict:
+    """Times of all schedules, their floors and the resident block of one setting, interleaved.
+
+    Returns:
+        (ready, name) -> ms `[samples]`; floors are named `floor:<schedule>`, the resident block has ready -1.
+    """
+    check(work, setting)
+    plans = {(-1, "resident"): lambda layer: resident(work, layer)}
+    floors: dict[tuple, tuple] = {}
+    for ready in setting.counts():
+        for name in setting.schedules:
+            plans[ready, name] = lambda layer, name=name, ready=ready: block(work, name, layer, ready)
+            pieces = tuple(op.piece for op in plans[ready, name](0).copies)
+            first = floors.setdefault(pieces, (ready, name))
+            if first == (ready, name):
+                plans[ready, f"floor:{name}"] = lambda layer, name=name, ready=ready: floor(
+                    block(work, name, layer, ready)
+                )
+    variants = {key: _variant(work, plan, setting) for key, plan in plans.items()}
+    found = interleaved(variants, samples, seed=seed, device=work.device, budget_s=budget_s)
+    for ready in setting.counts():
+        for name in setting.schedules:
+            ready_there, twin = floors[tuple(op.piece for op in plans[ready, name](0).copies)]
+            found.setdefault((ready, f"floor:{name}"), found[ready_there, f"floor:{twin}"])
+    return found
+
+
+def _variant(work: streams.Work, plan, setting: Setting) -> Variant:
+    """Layers take turns, so that neither slots nor host records are warm in a cache."""
+    plans = [plan(layer) for layer in range(work.layers)]
+    if setting.submission == "graph":
+        replays = [streams.capture(each, work, setting.copy_streams) for each in plans]
+        return Variant(lambda turn: replays[turn % len(replays)](), queued=True)
+    for each in plans:
+        work.prepare(each)
+
+    def issue(turn: int) -> None:
+        lanes = streams.CudaLanes(work.device, copy_streams=setting.copy_streams)
+        streams.issue(plans[turn % len(plans)], work, lanes)
+        lanes.join()
+
+    return Variant(issue)
+
+
+def simulated_blocks(shape: streams.Shape, routes: torch.Tensor, setting: Setting, cost: CostModel) -> dict:
+    """(ready, schedule) -> simulated milliseconds, the median over the layers of routes `[layers,N,K]`."""
+
+    def ms(name: str, layer: torch.Tensor, ready: int) -> float:
+        return simulate.run(schedule.block(name, layer_plan(layer, ready), shape.component_bytes), cost).ms
+
+    return {
+        (ready, name): float(np.median([ms(name, layer, ready) for layer in routes]))
+        for ready in setting.counts()
+        for name in setting.schedules
+    }

@@ -1,0 +1,220 @@
+"""What the overlap study writes: record rows (keyword arguments of `Recorder.add`) of copies, blocks, costs, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from dualdeadline import record, schedule, steps, streams
+from dualdeadline.cost import CostModel
+from dualdeadline.overlap.blocks import Setting, block
+from dualdeadline.timeline import Timeline
+
+
+def add(recorder: record.Recorder, found: list[dict]) -> None:
+    """Add rows to a recorder."""
+    for row in found:
+        recorder.add(**{key: value for key, value in row.items() if key != "config"}, **row["config"])
+
+
+def measured(variant: str, metric: str, unit: str, times, config: dict, **more) -> dict:
+    """A row of measured values: median with 20 and 80 %."""
+    low, median, high = np.percentile(times, (20, 50, 80))
+    return dict(
+        variant=variant,
+        metric=metric,
+        median=median,
+        low=low,
+        high=high,
+        n=np.size(times),
+        unit=unit,
+        kind="measured",
+        config=config | more,
+    )
+
+
+def copy_rows(transfers: dict[bool, pd.DataFrame]) -> list[dict]:
+    """Rates of `probes.copies`, in graphs (True) and issued by the host (False), and milliseconds beside them."""
+    out = []
+    for graphs, found in transfers.items():
+        for row in found.itertuples():
+            config = {"submission": "graph" if graphs else "streams", "size_mib": row.size_bytes / 2**20}
+            for name, ms in (("alone", row.alone_ms), ("behind", row.behind_ms)):
+                common = dict(variant=name, kind="measured", n=row.n, config=config)
+                out.append(common | dict(metric="copy_ms", median=ms, unit="ms"))
+                out.append(common | dict(metric="copy_gbps", median=row.size_bytes / ms / 1e6, unit="GB/s"))
+    return out
+
+
+def install_rows(found: pd.DataFrame) -> list[dict]:
+    """Rows of `probes.installs`."""
+    return [
+        dict(
+            variant=row.path,
+            metric="install_ms",
+            median=row.ms,
+            low=row.low,
+            high=row.high,
+            n=row.n,
+            unit="ms",
+            kind="measured",
+            config={"writes": row.writes},
+        )
+        for row in found.itertuples()
+    ]
+
+
+def window_rows(found: pd.DataFrame) -> list[dict]:
+    """Rows of `windows.windows`."""
+    names = {"before": "attention and router", "after": "experts"}
+    return [
+        dict(
+            variant=f"{names[row.part]}, {row.mode}",
+            metric="window_ms",
+            median=row.ms,
+            low=row.low,
+            high=row.high,
+            n=row.n,
+            unit="ms",
+            kind="measured",
+            config={"layer": row.layer},
+        )
+        for row in found.itertuples()
+    ]
+
+
+def span_rows(work: streams.Work, ready: int = 0, layer: int = 0) -> list[dict]:
+    """One measured timeline of each schedule, one row per operation; the median is its length."""
+    out = []
+    for name in schedule.NAMES:
+        streams.run(block(work, name, layer, ready), work)  # the first run compiles
+        line: Timeline = streams.run(block(work, name, layer, ready), work)
+        for number, span in enumerate(line.frame().itertuples()):
+            config = {
+                "number": number,
+                "lane": span.lane,
+                "what": span.what,
+                "start_ms": round(span.start_ms, 6),
+                "bytes": span.bytes,
+                "speculative": bool(span.speculative),
+            }
+            out.append(
+                dict(
+                    variant=name,
+                    metric="span_ms",
+                    median=span.end_ms - span.start_ms,
+                    unit="ms",
+                    kind="measured",
+                    config=config,
+                )
+            )
+    return out
+
+
+def simulated_rows(shape: str, setting: Setting, guessed: dict[tuple[int, str], float]) -> list[dict]:
+    """Record rows of simulated blocks."""
+    return [
+        dict(
+            variant=name,
+            metric="block_ms",
+            median=ms,
+            unit="ms",
+            kind="simulated",
+            config=setting.config(shape) | {"ready": ready},
+        )
+        for (ready, name), ms in guessed.items()
+    ]
+
+
+def block_rows(shape: str, setting: Setting, found: dict) -> list[dict]:
+    """Record rows (keyword arguments of `Recorder.add`, with `config`) of one measured setting."""
+    common, out = setting.config(shape), []
+    for (ready, name), times in found.items():
+        metric = "floor_ms" if name.startswith("floor:") else "block_ms"
+        config = common | {"ready": max(ready, 0)}
+        out.append(measured(name.removeprefix("floor:"), metric, "ms", times, config))
+        base = found.get((ready, "demand_pipelined"))
+        if metric == "block_ms" and base is not None and name != "demand_pipelined":
+            out.append(measured(f"{name}-demand_pipelined", "block_difference_ms", "ms", times - base, config))
+    return out
+
+
+def cost_rows(shape: str, setting: Setting, cost: CostModel) -> list[dict]:
+    """Record rows of a calibrated cost model: one per part, ms, or ms per byte or expert for a slope."""
+    return [
+        dict(variant=name, metric="cost", median=value, unit="ms", kind="measured", config=setting.config(shape))
+        for name, value in cost.parts().items()
+    ]
+
+
+def step_cost_rows(cost: CostModel) -> list[dict]:
+    """The cost model of whole steps, with each layer's time up to its router."""
+    parts = cost.parts() | {f"before {layer}": ms for layer, ms in enumerate(cost.before_ms)}
+    return [
+        dict(variant=name, metric="step_cost", median=value, unit="ms", kind="measured", config={})
+        for name, value in parts.items()
+    ]
+
+
+def _name(metric: str, kind: str) -> str:
+    """Simulated steps have metrics of their own: a verdict must never find them in the place of measured ones."""
+    return metric if kind == "measured" else f"simulated_{metric}"
+
+
+def step_rows(found: pd.DataFrame, cases: Sequence[steps.Case], kind: str, resamples: int, seed: int) -> list[dict]:
+    """Mean step times, and differences from no prefetch and from demand_pipelined with two-level intervals."""
+    by_case, out = found.set_index(["prompt", "row"]).groupby("case"), []
+    for number, part in by_case:
+        case = cases[number]
+        mean, low, high, n = steps.two_level(part.ms, resamples, seed)
+        out.append(_step(case, "step_ms", mean, low, high, n, kind, mib=round(part.bytes.mean() / 2**20, 3)))
+    ahead = steps.differences(found, cases, resamples, seed)
+    for row in ahead.itertuples():
+        out.append(_step(cases[row.case], "prefetch_difference_ms", row.mean, row.low, row.high, row.n, kind))
+    for row in steps.between(found, cases, "demand_pipelined", resamples, seed).itertuples():
+        case = cases[row.case]
+        config = {"slots": case.slots}
+        out.append(
+            dict(
+                variant=f"{case.schedule}-demand_pipelined",
+                metric=_name("step_difference_ms", kind),
+                median=row.mean,
+                low=row.low,
+                high=row.high,
+                n=row.n,
+                unit="ms",
+                kind=kind,
+                config=config,
+            )
+        )
+    return out
+
+
+def _step(case: steps.Case, metric: str, mean, low, high, n, kind, **more) -> dict:
+    return dict(
+        variant=case.predictor or case.schedule,
+        metric=_name(metric, kind),
+        median=mean,
+        low=low,
+        high=high,
+        n=n,
+        unit="ms",
+        kind=kind,
+        config=case.config() | more,
+    )
+
+
+def agreement_rows(rows: pd.DataFrame, simulated: list[dict], resamples: int, seed: int) -> list[dict]:
+    """How often the cost model gives the sign of a prefetch's measured effect.
+
+    Args:
+        rows: records with the measured effects. simulated: rows of a `Recorder` with the simulated ones.
+    """
+    measured = rows[(rows.metric == "prefetch_difference_ms") & (rows.kind == "measured")]
+    measured = measured.rename(columns={"median": "mean"}).assign(case=measured.variant + measured["config"])
+    guessed = pd.DataFrame([row for row in simulated if row["metric"] == "simulated_prefetch_difference_ms"])
+    guessed = guessed.rename(columns={"median": "mean"}).assign(case=guessed.variant + guessed["config"])
+    found = steps.sign_agreement(measured[["case", "mean", "low", "high"]], guessed[["case", "mean"]], resamples, seed)
+    return [dict(variant="cost_model", metric="sign_agreement", unit="share", kind="simulated", config={}, **found)]

@@ -1,0 +1,147 @@
+"""Tables and figures about schedules: blocks against floors, the simulator's error, decode steps, the link."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dualdeadline import schedule
+from dualdeadline.overlap import Setting, of_setting
+from dualdeadline.report import look, text
+from dualdeadline.report.tables import Subject, Table, conditions, pivot
+
+BLOCK_KEYS = [f"config.{key}" for key in (*Setting().config(""), "ready")]
+STAGE = "07_overlap"
+
+
+def installs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds to install one expert, by path and number of writes."""
+    part = rows[rows.metric == "install_ms"]
+    return part.pivot(index="variant", columns="config.writes", values="median").rename(
+        columns=lambda n: f"{int(n)} writes"
+    )
+
+
+def spans(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By schedule, the recorded timeline as `lanes.draw` takes it."""
+    part = rows[rows.metric == "span_ms"].rename(columns=lambda name: name.removeprefix("config."))
+    part = part.assign(end_ms=part.start_ms + part["median"], speculative=part.speculative.eq(True))
+    return {name: found.sort_values("start_ms") for name, found in part.groupby("variant")}
+
+
+def against(rows: pd.DataFrame, setting: Setting, shapes) -> pd.DataFrame:
+    """Median block, floor of its own copies and the difference of the two, ms; by shape, ready and schedule."""
+    rows = rows[(rows.kind == "measured") & rows.variant.isin(schedule.NAMES)]
+    found = pd.concat([of_setting(rows, shape, setting) for shape in shapes])
+    wide = found.pivot_table(index=["config.shape", "config.ready", "variant"], columns="metric", values="median")
+    wide = wide[["block_ms", "floor_ms"]].assign(over_ms=wide.block_ms - wide.floor_ms)
+    return wide.rename_axis(index=["shape", "ready", "schedule"]).rename(index=look.label, level="schedule")
+
+
+def gaps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of each schedule less demand_pipelined, in blocks."""
+    return rows[rows.metric == "block_difference_ms"]
+
+
+def cuts(rows: pd.DataFrame, setting: Setting, shape: str = "olmoe") -> dict[str, pd.DataFrame]:
+    """Gaps along top_k and along tokens, all else as in `setting`, nothing ready; variants by their first name."""
+    rows = rows[(rows["config.ready"] == 0) & ~rows.variant.str.startswith("resident")]
+    rows = rows.assign(variant=rows.variant.str.split("-").str[0])
+    fixed = setting.config(shape)
+    out = {}
+    for free in ("top_k", "tokens"):
+        part = rows
+        for key, value in fixed.items():
+            part = part[part[f"config.{key}"] == value] if key != free else part
+        out[free] = part
+    return out
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Simulated against measured blocks, one row per configuration, with the relative error (share)."""
+    part = rows[(rows.metric == "block_ms") & (rows.variant != "resident")]
+    wide = part.pivot_table(index=["variant", *BLOCK_KEYS], columns="kind", values="median").dropna().reset_index()
+    return wide.assign(error=wide.simulated / wide.measured - 1)
+
+
+def error_summary(found: pd.DataFrame) -> pd.DataFrame:
+    """Median and worst absolute error in percent, and configurations, by kernels and submission."""
+    size = found.assign(error=100 * found.error.abs())
+    groups = size.groupby(["config.kernels", "config.submission"]).error
+    table = groups.agg(median="median", worst="max", configurations="count")
+    table.loc[("all", ""), :] = size.error.median(), size.error.max(), len(size)
+    return table.rename_axis(index=["kernels", "submission"]).astype({"configurations": int})
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Decode-step differences from demand_pipelined by slots, measured and simulated, as text."""
+    part = rows[rows.metric.str.endswith("step_difference_ms")]
+    part = part.assign(line=part.variant.str.split("-").str[0].map(look.label) + ", " + part.kind)
+    return pivot(part, "config.slots", index="line", head="schedule \\ slots", digits=4).set_index("schedule \\ slots")
+
+
+def prefetch(
+    rows: pd.DataFrame, budget: int, horizon: int = 1, threshold: float = 0.5, piece: str = "gate_up"
+) -> pd.DataFrame:
+    """Rows of a prefetch's effect on the decode step, by predictor and slots."""
+    fixed = {"budget": budget, "horizon": horizon, "threshold": threshold, "piece": piece}
+    rows = rows[rows.metric.str.endswith("prefetch_difference_ms")]
+    for key, value in fixed.items():
+        rows = rows[rows[f"config.{key}"] == value]
+    return rows
+
+
+def answer(rows: pd.DataFrame, setting: Setting) -> str:
+    """The stage's result in Markdown, from its rows."""
+    measured = rows[rows.kind == "measured"]
+    block = of_setting(measured[(measured.metric == "block_ms") & (measured["config.ready"] == 0)], "olmoe", setting)
+    ms = block.set_index("variant")["median"]
+    gap = measured[(measured.metric == "block_difference_ms") & (measured["config.ready"] == 0)]
+    gap = of_setting(gap, "olmoe", setting)
+    gap = gap.set_index("variant").loc["staged_pipelined-demand_pipelined"]
+    found = errors(rows).error.abs()
+    best = min(schedule.NAMES, key=ms.get)
+    return (
+        f"Eight missing experts of OLMoE's size: {ms['demand_serial']:.3f} ms copied and then computed, "
+        f"{ms['demand_pipelined']:.3f} ms pipelined expert by expert, {ms['staged_pipelined']:.3f} ms with "
+        f"two deadlines, {ms[best]:.3f} ms at best "
+        f"({look.label(best)}). Two deadlines against the fair baseline: "
+        f"{text.value(gap['median'], gap.low, gap.high, digits=4)} ms. The simulator's median error is "
+        f"{np.median(found):.1%}, its worst {found.max():.1%} over {len(found)} configurations."
+    )
+
+
+def blocks(about: Subject) -> Table:
+    """Schedules of one block beside the floor of their copies."""
+    rows = about.rows(STAGE, ["block_ms", "floor_ms"], shape="olmoe")
+    rows = rows[(rows.kind == "measured") & rows.variant.isin(schedule.NAMES)]
+    rows = of_setting(rows, "olmoe", Setting())
+    parts = []
+    for metric, word in (("block_ms", ""), ("floor_ms", ", floor")):
+        part = rows[rows.metric == metric]
+        parts.append(part.assign(line=part.variant.map(look.label) + word))
+    caption = (
+        "One block of eight OLMoE-sized experts, one token, by number of gate/ups already present: median ms "
+        f"(20 to 80 %) of each schedule in a CUDA graph, and of its copies back to back. {conditions(rows)}."
+    )
+    frame = pivot(pd.concat(parts), "config.ready", index="line", head="schedule \\ ready")
+    return Table("blocks", caption, frame, rows, wide=True)
+
+
+def validation(about: Subject) -> Table:
+    """The simulator's error on configurations that did not calibrate it."""
+    rows = about.rows(STAGE, "block_ms")
+    found = error_summary(errors(rows)).reset_index()
+    frame = found.assign(**{name: found[name].map("{:.2f}".format) for name in ("median", "worst")}).astype(str)
+    caption = "Simulated against measured blocks: absolute relative error in percent, and configurations."
+    return Table("validation", caption, frame, rows[rows.variant != "resident"], align="llrrr")
+
+
+def decode_steps(about: Subject) -> Table:
+    """Decode steps of the schedules against demand_pipelined."""
+    rows = about.rows(STAGE, ["step_difference_ms", "simulated_step_difference_ms"])
+    caption = (
+        "Decode step less that of demand pipelined, ms, by cache slots per layer: mean over prompts, two-level "
+        f"95 % interval; OLMoE-sized experts, recorded routes of held-out prompts, no prefetch. {conditions(rows)}."
+    )
+    return Table("decode_steps", caption, steps(rows).reset_index(), rows, wide=True)
