@@ -39,7 +39,7 @@ notebooks: .venv
 
 paper:
 	@command -v latexmk >/dev/null || { echo 'latexmk is missing; needed for the PDF: apt-get install latexmk \
-	texlive-latex-recommended texlive-latex-extra texlive-science texlive-fonts-recommended lmodern'; exit 1; }
+	texlive-latex-recommended texlive-science lmodern'; exit 1; }
 	@cd paper && latexmk -pdf -interaction=nonstopmode -halt-on-error -quiet main.tex
 	@echo paper/main.pdf
 

@@ -148,7 +148,7 @@ chosen = record.read(workspace, "03_predictors", model).query(
     "metric == 'validation_recall' and `config.budget` == @choose_budget and `config.source` == 'all'")
 first = chosen[(chosen["config.horizon"] == 1) & (chosen["config.seed"] == seed)].sort_values("median", ascending=False)
 fig, ax = plt.subplots(figsize=(5.6, 5.2))
-sns.barplot(first, x="median", y="variant", hue="config.role", dodge=False, ax=ax, width=0.7)
+sns.barplot(first.rename(columns={"config.role": "role"}), x="median", y="variant", hue="role", dodge=False, ax=ax, width=0.7)
 ax.set(xlabel=f"recall at {choose_budget} on validation", ylabel="", title=report.title(first, "Candidates, one layer ahead"))
 report.save(fig, "03_candidates", workspace, first);
 
