@@ -238,7 +238,7 @@ def test_killed_run_resumes_and_equals_an_uninterrupted_one(collect, decoded, mo
     assert equal(resumed.split(), collect("whole", batch_size=9).split())
 
 
-def test_full_disk_keeps_what_is_there_and_says_so(collect, decoded, monkeypatch):
+def test_full_disk_keeps_what_is_there_and_says_so(collect, decoded, monkeypatch, tmp_path):
     true = collection._save
 
     def full(tensors, path, facts):
@@ -250,10 +250,12 @@ def test_full_disk_keeps_what_is_there_and_says_so(collect, decoded, monkeypatch
     with pytest.raises(OSError, match="the disk is full; . of 9 prompts are kept") as raised:
         collect(batch_size=1)
     assert raised.value.errno == errno.ENOSPC
-    done = len(decoded) - 1
+    kept = set(store.read_index(tmp_path / "store" / store.INDEX).id)
+    assert f"the disk is full; {len(kept)} of 9" in str(raised.value) and not kept & {"p3", "p4"}
     monkeypatch.setattr(collection, "_save", true)
     decoded.clear()
-    assert len(collect(batch_size=1).prompts) == 9 and len(decoded) == 9 - done
+    assert len(collect(batch_size=1).prompts) == 9
+    assert sorted(sum(decoded, [])) == sorted({f"p{i}" for i in range(9)} - kept)
 
 
 def test_broken_files_are_named_and_only_they_are_collected_again(collect, decoded):

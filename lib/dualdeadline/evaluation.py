@@ -39,16 +39,17 @@ def recency(routes: Tensor, prompt: Tensor, experts: int) -> Tensor:
     used yet in the prompt have place E.
     """
     tokens, layers, count = routes.shape
-    stamp = torch.full((tokens, layers, experts), -1)
-    now = torch.arange(tokens)[:, None, None] * count + torch.arange(count)  # within a token, rank order
+    stamp = torch.full((tokens, layers, experts), -1, dtype=torch.int32)
+    now = torch.arange(tokens * count, dtype=torch.int32).view(tokens, 1, count)  # within a token, rank order
     stamp.scatter_(2, routes.long(), now.expand(-1, layers, -1))
     before = previous_rows(prompt)
     start = torch.where(before < 0, torch.arange(tokens), 0).cummax(0).values  # first row of each token's prompt
     last = stamp.cummax(0).values[before.clamp(min=0)]
     used = (last >= (start * count)[:, None, None]) & (before >= 0)[:, None, None]
-    order = last.masked_fill(~used, -1).argsort(dim=-1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(2, order, torch.arange(experts).expand_as(order))
-    return place.masked_fill(~used, experts).to(torch.int16)
+    order = last.masked_fill(~used, -1).argsort(dim=-1, descending=True)
+    place = torch.arange(experts, dtype=torch.int16).expand_as(order)
+    place = torch.empty(order.shape, dtype=torch.int16).scatter_(2, order, place)
+    return place.masked_fill(~used, experts)
 
 
 def measure(predictor, trace, places: Tensor | None, settings: Settings) -> dict[tuple, np.ndarray]:
@@ -59,14 +60,15 @@ def measure(predictor, trace, places: Tensor | None, settings: Settings) -> dict
     """
     scores, ahead = predictor.score(trace), predictor.horizon
     routes, details = trace.routes[:, ahead:], settings.details and ahead == 1
-    found = metrics.chances(scores, routes, settings.budgets)
+    ranked = metrics.Ranked.of(scores, routes)
+    found = ranked.chances(settings.budgets)
     rows = {("recall", budget, NONE, NONE): part.mean(-1).mean(-1) for budget, part in zip(settings.budgets, found)}
     if details:
         rows |= _details(found, routes.shape[-1], trace.weights[:, ahead:].float(), settings.budgets, ahead)
     out = {key: metrics.prompt_means(value, trace.prompt) for key, value in rows.items()}
     for slots in settings.slots if places is not None else ():
         resident = places[:, ahead:] < slots
-        out |= _on_misses(scores, routes, resident, slots, trace.prompt, settings.miss_budgets, details)
+        out |= _on_misses(ranked, routes, resident, slots, trace.prompt, settings.miss_budgets, details)
     return out
 
 
@@ -82,11 +84,11 @@ def _details(found: Tensor, count: int, weights: Tensor, budgets, ahead: int) ->
     return rows
 
 
-def _on_misses(scores, routes, resident, slots: int, prompt, budgets, details: bool) -> dict[tuple, np.ndarray]:
+def _on_misses(ranked, routes, resident, slots: int, prompt, budgets, details: bool) -> dict[tuple, np.ndarray]:
     """Share of the misses found, and useful share of the bytes moved, when places go to absent experts only."""
     missing = ~resident.gather(-1, routes.long())
     lost, absent = missing.flatten(1).sum(1), (~resident).sum(-1)
-    found = metrics.chances(scores, routes, budgets, resident)
+    found = ranked.chances(budgets, resident)
     out = {}
     for budget, part in zip(budgets, found):
         useful, moved = (part * missing).flatten(1).sum(1), absent.clamp(max=budget).sum(-1)

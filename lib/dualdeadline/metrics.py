@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,29 +29,65 @@ def chances(scores, routes, budgets: Sequence[int], resident=None) -> Tensor:
     Raises:
         ValueError: a budget below 1, or shapes that do not match.
     """
-    scores, routes = torch.as_tensor(scores).float(), torch.as_tensor(routes).long()
-    if min(budgets) < 1:
-        raise ValueError(f"budgets are {list(budgets)}; needed: at least 1 expert")
-    if scores.shape[:-1] != routes.shape[:-1]:
-        raise ValueError(f"scores are {list(scores.shape)}, routes {list(routes.shape)}; needed: the same rows")
+    return Ranked.of(scores, routes).chances(budgets, resident)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Scores sorted once, to be asked about several caches; N rows of `shape`.
+
+    order: [N,E] int16 experts by rising score; low, high: [N,K] places in it where those level with each routed
+    expert begin, and where those above it begin.
+    """
+
+    order: Tensor
+    low: Tensor
+    high: Tensor
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, scores, routes) -> Ranked:
+        """Sort scores [..., E] for routes [..., K]. Raises ValueError if their rows do not match."""
+        scores, routes = torch.as_tensor(scores).float(), torch.as_tensor(routes).long()
+        if scores.shape[:-1] != routes.shape[:-1]:
+            raise ValueError(f"scores are {list(scores.shape)}, routes {list(routes.shape)}; needed: the same rows")
+        pairs = zip(scores.flatten(0, -2).split(CHUNK), routes.flatten(0, -2).split(CHUNK))
+        return cls(*(torch.cat(part) for part in zip(*(_places(*pair) for pair in pairs))), routes.shape)
+
+    def chances(self, budgets: Sequence[int], resident=None) -> Tensor:
+        """`chances` of these scores, [len(budgets), ..., K].
+
+        Raises:
+            ValueError: a budget below 1.
+        """
+        if min(budgets) < 1:
+            raise ValueError(f"budgets are {list(budgets)}; needed: at least 1 expert")
+        if resident is None:
+            above, level = self.order.shape[-1] - self.high, self.high - self.low
+        else:
+            absent = (~torch.as_tensor(resident)).flatten(0, -2)
+            parts = zip(*(part.split(CHUNK) for part in (absent, self.order, self.low, self.high)))
+            above, level = (torch.cat(part) for part in zip(*(_absent(*part) for part in parts)))
+        above, level = above.float(), level.clamp(min=1).float()
+        found = [((budget - above) / level).clamp(0, 1) for budget in budgets]
+        return torch.stack(found).reshape(len(budgets), *self.shape)
+
+
+def _places(scores: Tensor, routes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fields of `Ranked` for scores [N,E] and routes [N,K]."""
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     asked = scores.gather(-1, routes)
-    if resident is not None:  # NaN neither exceeds nor equals anything
-        scores = scores.masked_fill(torch.as_tensor(resident), torch.nan)
-    pairs = zip(scores.flatten(0, -2).split(CHUNK), asked.flatten(0, -2).split(CHUNK))
-    above, level = (torch.cat(part) for part in zip(*(_places(*pair) for pair in pairs)))
-    found = [((budget - above) / level.clamp(min=1)).clamp(0, 1) for budget in budgets]
-    return torch.stack(found).reshape(len(budgets), *routes.shape)
+    ordered, order = scores.sort(-1)  # faster than comparing K x E pairs
+    low, high = (torch.searchsorted(ordered, asked, right=right, out_int32=True) for right in (False, True))
+    return order.short(), low, high
 
 
-def _places(scores: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of scores [N,E] lie above, and level with, each of asked [N,K]."""
-    gone = scores.isnan()
-    ordered = scores.masked_fill(gone, -torch.inf).sort(-1).values  # faster than comparing K x E pairs
-    first = gone.sum(-1, keepdim=True)  # those that are gone lie lowest and count for nothing
-    below = torch.searchsorted(ordered, asked.contiguous()).clamp(min=first)
-    upto = torch.searchsorted(ordered, asked.contiguous(), right=True).clamp(min=first)
-    return (scores.shape[-1] - upto).float(), (upto - below).float()
+def _absent(absent: Tensor, order: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the absent [N,E] lie above, and level with, each routed expert [N,K]."""
+    count = torch.zeros(len(order), order.shape[-1] + 1, dtype=torch.int32)  # of absent ones up to each place
+    torch.cumsum(absent.gather(-1, order.long()), -1, dtype=torch.int32, out=count[:, 1:])
+    upto = count.gather(-1, high.long())
+    return count[:, -1:] - upto, upto - count.gather(-1, low.long())
 
 
 def recall(scores, routes, budget: int) -> Tensor:

@@ -87,10 +87,10 @@ def prefetches(
     score = scores_of(scores, len(routes))
     settings = [("lru", budget, least, True) for budget in budgets for least in thresholds]
     settings += [("lru", budgets[0], thresholds[0], False), ("predicted", 0, 0.0, True)]
-    parts = []
+    parts, shared = [], cache.Replay(routes, score, prompt)
     for size in sizes:
         for policy, budget, least, charged in settings:
-            done = cache.prefetch_replay(routes, score, size, budget, policy, least, prompt, charged)
+            done = shared.run(size, budget, policy, least, charged)
             parts.append(_per_prompt(done, prompt, horizon).assign(
                 slots=size, policy=policy, budget=budget, threshold=least, charged=charged))
     return pd.concat(parts, ignore_index=True)
@@ -144,8 +144,9 @@ def stalls(
     add("stall_free_predictor_ms", plain, predictor_ms=0.0)
     add("stall_link_once_ms", plain, link_once=True)
     add("stall_link_once_partial_ms", plain, link_once=True, partial=True)
+    shared = cache.Replay(routes, score, prompt)
     for size in sizes:
-        held = cache.prefetch_replay(routes, score, size, 0, prompt=prompt).resident[:, horizon:]
+        held = shared.run(size, 0).resident[:, horizon:]
         add("stall_lru_ms", simulate.coverage(flat, rows, layer, held.reshape(flat.shape)), slots=size)
     found = pd.concat(parts, ignore_index=True).rename(
         columns={"group": "prompt", "monolithic_ms": "monolithic", "staged_ms": "staged"})

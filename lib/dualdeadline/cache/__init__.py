@@ -14,12 +14,12 @@ import numpy as np
 
 from dualdeadline.cache.lanes import Lanes, lanes
 from dualdeadline.cache.plain import ordered_dict_lru
-from dualdeadline.cache.prefetch import Prefetch, prefetch_replay
+from dualdeadline.cache.prefetch import Prefetch, Replay, prefetch_replay
 from dualdeadline.cache.stack import MISS, keys, lru_depths, priority_depths
 from dualdeadline.cache.waves import wave_hits
 
 __all__ = [
-    "MISS", "ORDERS", "POLICIES", "Prefetch", "curve", "depths", "hit_rate", "hits", "ordered_dict_lru",
+    "MISS", "ORDERS", "POLICIES", "Prefetch", "Replay", "curve", "depths", "hit_rate", "hits", "ordered_dict_lru",
     "prefetch_replay", "prompt_curve",
 ]
 POLICIES = ("lru", "lfu", "belady")

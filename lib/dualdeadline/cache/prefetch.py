@@ -62,24 +62,57 @@ def prefetch_replay(
     Raises:
         ValueError: shapes that do not fit, unknown policy, fewer slots than K, budget below 0.
     """
-    routes = np.asarray(routes)
-    scores = _checked(routes, scores, slots, budget, policy)
-    tokens, layers, k = routes.shape
-    token = steps(None if prompt is None else np.asarray(prompt), tokens)
-    run = Lanes(spread(routes.astype(np.int16), token, 0), token, scores.shape[2])
-    predicted = spread(scores, token, -np.inf).transpose(0, 2, 1)
-    caches = _Caches(run, slots, policy, decay)
+    return Replay(routes, scores, prompt).run(slots, budget, policy, threshold, charged, decay)
+
+
+class Replay:
+    """`prefetch_replay` of the same routes and scores with several settings: what they share is made once."""
+
+    def __init__(self, routes, scores, prompt=None):
+        routes = np.asarray(routes)
+        scores = _checked(routes, scores)
+        self.tokens, self.layers, self.k = routes.shape
+        token = steps(None if prompt is None else np.asarray(prompt), self.tokens)
+        self.lanes = Lanes(spread(routes.astype(np.int16), token, 0), token, scores.shape[2])
+        self.predicted = spread(scores, token, -np.inf).transpose(0, 2, 1)
+        self.members = [_members(ids.T, self.predicted.shape[1:]) for ids in self.lanes.ids]
+        self._best: dict[int, list[np.ndarray]] = {}
+        self._after: dict[str, np.ndarray] = {}
+
+    def best(self, width: int) -> list[np.ndarray]:
+        """`_best` of every step."""
+        if width not in self._best:
+            self._best[width] = [_best(scores, width) for scores in self.predicted]
+        return self._best[width]
+
+    def after(self, policy: str) -> np.ndarray:
+        """Keys `[S, K, R]` that accesses leave behind, larger is kept."""
+        if policy not in self._after:
+            steps, k, lanes = self.lanes.ids.shape
+            after = keys(self.lanes.ids.reshape(steps * k, lanes), policy)[1]
+            self._after[policy] = (steps * k - after.astype(float)).reshape(steps, k, lanes)
+        return self._after[policy]
+
+    def run(self, slots, budget, policy="lru", threshold=None, charged=True, decay=0.5) -> Prefetch:
+        """Arguments and errors as `prefetch_replay`."""
+        _check(policy, slots, budget, self.k)
+        return _replay(self, slots, budget, policy, threshold, charged, decay)
+
+
+def _replay(shared: Replay, slots, budget, policy, threshold, charged, decay) -> Prefetch:
+    run, predicted, tokens, k = shared.lanes, shared.predicted, shared.tokens, shared.k
+    caches = _Caches(shared, slots, policy, decay)
+    best = shared.best(min(max(k, budget), slots)) if budget else None
     shape = (*predicted.shape[:2], run.experts)
     before, fresh = np.zeros((2, *shape), bool)
     hit = np.zeros((*shape[:2], k), bool)
-    for step in range(len(token)):
+    for step in range(len(predicted)):
         before[step] = caches.resident
         caches.look(predicted[step])
         if budget:
-            best = _best(predicted[step], min(max(k, budget), slots))
-            fresh[step] = _worth(best, predicted[step], caches.resident, budget, threshold)
+            fresh[step] = _worth(best[step], predicted[step], caches.resident, budget, threshold)
             if charged:
-                caches.admit(fresh[step], _members(best, shape[1:]))
+                caches.admit(fresh[step], _members(best[step], shape[1:]))
         now = run.ids[step].T
         hit[step] = np.take_along_axis(caches.resident | fresh[step], now, 1)
         caches.use(step, now)
@@ -93,16 +126,16 @@ def prefetch_replay(
 class _Caches:
     """One cache per lane in lock step, order "token": keys `[R, E]` (larger is kept) and who is resident."""
 
-    def __init__(self, run: Lanes, slots: int, policy: str, decay: float):
-        steps, k, lanes = run.ids.shape
+    def __init__(self, shared: Replay, slots: int, policy: str, decay: float):
+        run, lanes = shared.lanes, shared.lanes.ids.shape[2]
+        self.members = shared.members
         self.slots, self.decay, self.lane = slots, decay, np.arange(lanes)[:, None]
         self.resident = np.zeros((lanes, run.experts), bool)
         self.average = np.zeros((lanes, run.experts)) if policy == "predicted" else None
         self.apart = -1e-9 * np.arange(1, run.experts + 1)  # keys must differ: of equal ones the last id goes
         self.key = np.tile(self.apart, (lanes, 1))
         if policy != "predicted":
-            after = keys(run.ids.reshape(steps * k, lanes), policy)[1]
-            self.after = (steps * k - after.astype(float)).reshape(steps, k, lanes)
+            self.after = shared.after(policy)
 
     def admit(self, wanted: np.ndarray, pinned: np.ndarray) -> None:
         """Make `wanted` resident, evicting the smallest keys that are not `pinned` (both bool `[R, E]`)."""
@@ -122,7 +155,7 @@ class _Caches:
 
     def use(self, step: int, now: np.ndarray) -> None:
         """Load what the router asks for, `now[R, K]`, then note its use."""
-        used = _members(now, self.resident.shape)
+        used = self.members[step]
         self.admit(used, used)
         if self.average is None:
             self.key[self.lane, now] = self.after[step].T
@@ -160,18 +193,21 @@ def _worth(best, scores, resident, budget, threshold) -> np.ndarray:
     return worth
 
 
-def _checked(routes, scores, slots, budget, policy) -> np.ndarray:
-    """Scores `[T, L, E]` as float32, -inf for layers below the horizon and for NaN."""
+def _check(policy: str, slots: int, budget: int, k: int) -> None:
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}; needed: one of {', '.join(POLICIES)}")
+    if slots < k or budget < 0:
+        raise ValueError(f"slots is {slots}, budget {budget}; needed: at least K={k}, and at least 0")
+
+
+def _checked(routes, scores) -> np.ndarray:
+    """Scores `[T, L, E]` as float32, -inf for layers below the horizon and for NaN."""
     scores = np.asarray(scores, np.float32)
-    tokens, layers, k = np.shape(routes)
+    tokens, layers, _ = np.shape(routes)
     if scores.ndim != 3 or len(scores) != tokens or not 1 <= scores.shape[1] <= layers:
         raise ValueError(f"scores have shape {scores.shape}; needed: ({tokens}, {layers} or fewer, E)")
     if int(np.max(routes)) >= scores.shape[2]:
         raise ValueError(f"routes name expert {int(np.max(routes))}, scores know {scores.shape[2]}")
-    if slots < k or budget < 0:
-        raise ValueError(f"slots is {slots}, budget {budget}; needed: at least K={k}, and at least 0")
     full = np.full((tokens, layers, scores.shape[2]), -np.inf, np.float32)
     full[:, layers - scores.shape[1] :] = np.where(np.isnan(scores), -np.inf, scores)
     return full

@@ -6,6 +6,7 @@ import errno
 import json
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from tqdm.auto import tqdm
 
 from dualdeadline import manifest, models
 from dualdeadline.corpus import Prompt
-from dualdeadline.traces import store
-from dualdeadline.traces.decode import Decoded, decode
+from dualdeadline.traces import parallel, store
+from dualdeadline.traces.decode import Decoded, decode, fitting_threads
 from dualdeadline.traces.sampling import Sampling
 
 
@@ -64,14 +65,20 @@ def collect(
     pending = [prompt for prompt in prompts if not _sound(run, prompt, encoded[prompt.id])]
     pending.sort(key=lambda prompt: len(encoded[prompt.id]))
     batches = [pending[start : start + batch_size] for start in range(0, len(pending), batch_size)]
+
+    def decoded(own, batch: Sequence[Prompt]) -> list[Decoded]:
+        spec = run.spec if own is model else models.describe(own)
+        ids = [encoded[prompt.id] for prompt in batch]
+        names = [prompt.id for prompt in batch]
+        return decode(own, spec, ids, names, new_tokens, sampling, run.stops, run.pad, min_new_tokens)
+
+    found = parallel.each(decoded, model, batches, parallel.workers_for(model, len(batches)))
     try:
         _write_index(run)
-        for batch in tqdm(batches, desc=f"traces {run.path.name}", unit="batch", disable=not batches):
-            results = decode(
-                model, run.spec, [encoded[prompt.id] for prompt in batch], [prompt.id for prompt in batch],
-                new_tokens, sampling, run.stops, run.pad, min_new_tokens,
-            )
-            _keep(run, batch, results, encoded)
+        with fitting_threads(model), closing(found):
+            for batch, results in tqdm(found, desc=f"traces {run.path.name}", total=len(batches), unit="batch",
+                                       disable=not batches):
+                _keep(run, batch, results, encoded)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_state(run)) from None
     except OSError as error:

@@ -29,6 +29,11 @@ PREFILL_ROWS = 8  # prompts processed together; more rows would be padded to the
 SMALL_HIDDEN = 512  # hidden size up to which one CPU thread beats several
 
 
+def is_small(model) -> bool:
+    """Whether a model runs on the CPU and its products are too small to share between threads."""
+    return model.device.type == "cpu" and model.config.get_text_config().hidden_size <= SMALL_HIDDEN
+
+
 @contextmanager
 def fitting_threads(model) -> Iterator[None]:
     """One CPU thread for a small model inside the block.
@@ -37,8 +42,7 @@ def fitting_threads(model) -> Iterator[None]:
     two threads took ten times as long as one while other programs used the same two cores.
     """
     before = torch.get_num_threads()
-    small = model.device.type == "cpu" and model.config.get_text_config().hidden_size <= SMALL_HIDDEN
-    torch.set_num_threads(1 if small else before)
+    torch.set_num_threads(1 if is_small(model) else before)
     try:
         yield
     finally:
