@@ -15,12 +15,13 @@ from dualdeadline.overlap.rows import block_rows, cost_rows, simulated_rows
 from dualdeadline.streams import probes
 
 
-def run(work: streams.Work, plan: Sequence[Setting], samples: int, budget_s: float, transfers: pd.DataFrame,
-        seed: int = 0) -> list[dict]:
+def run(work: streams.Work, plan: Sequence[Setting], samples: int, budget_s: float, many_s: float,
+        transfers: pd.DataFrame, seed: int = 0) -> list[dict]:
     """Check, measure and calibrate each setting; record rows.
 
     Args:
-        budget_s: GPU time for each setting at most; fewer samples are taken then, and the rows say how many.
+        budget_s, many_s: seconds for a setting of one token, and of several, at most; fewer samples are taken
+            then, and the rows say how many.
         transfers: of `probes.copies`, in CUDA graphs.
     """
     out = []
@@ -28,7 +29,7 @@ def run(work: streams.Work, plan: Sequence[Setting], samples: int, budget_s: flo
         work.tokens(setting.tokens, setting.top_k, setting.kernels, seed)
         graphs = setting.submission == "graph"
         cost = probes.calibrate(work, transfers, graphs)
-        found = measure(work, setting, samples, budget_s, seed)
+        found = measure(work, setting, samples, budget_s if setting.tokens == 1 else many_s, seed)
         out += block_rows(work.shape.name, setting, found) + cost_rows(work.shape.name, setting, cost)
     return out
 
@@ -54,7 +55,13 @@ def of_setting(rows: pd.DataFrame, shape: str, setting: Setting) -> pd.DataFrame
 
 def resimulate(rows: pd.DataFrame, shapes: Iterable[streams.Shape], plan: Sequence[Setting], layers: int,
                seed: int = 0) -> list[dict]:
-    """Simulated record rows of every setting whose cost model is recorded, without a device."""
+    """Simulated record rows of every setting whose cost model is recorded, without a device.
+
+    Raises:
+        ValueError: no cost model is recorded.
+    """
+    if rows.empty or not (rows.metric == "cost").any():
+        raise ValueError("no cost model is recorded for this model; needed: this notebook run on a machine with a GPU")
     out = []
     for shape in shapes:
         for setting in tqdm(plan, desc=f"simulated settings, {shape.name}", leave=False):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-AHEAD_CYCLES = 500_000  # about 0.3 ms at 1.7 GHz: longer than a slow host needs to launch a graph of 50 nodes
+AHEAD_CYCLES = 350_000  # about 0.2 ms at 1.7 GHz: longer than a slow host needs to launch a graph of 50 nodes
 
 
 @dataclass(frozen=True)
