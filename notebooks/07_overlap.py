@@ -25,7 +25,7 @@ profile = "pilot"  # name of a file in notebooks/profiles
 model = "pilot-olmoe"  # key in data_manifests/models.yaml; the model whose recorded routes drive the decode steps
 corpus = "pilot"  # prompt set of those routes
 split = "test"  # split for which notebook 03 wrote scores
-measure = True  # measure where a GPU is; records of other machines are shown either way
+measure = ["blocks", "steps"]  # what to measure where a GPU is; records of other machines are shown either way
 shapes = ["olmoe", "qwen"]  # sizes of the experts, by name
 layers = 4  # layers with weights of their own, taken in turn
 tokens = [1, 8, 64, 1024]  # tokens of a block
@@ -56,7 +56,7 @@ from dualdeadline.report import overlap as shown
 from dualdeadline.streams import probes, windows
 
 workspace = paths.Workspace(profile)
-on_gpu = measure and torch.cuda.is_available()
+parts = measure if torch.cuda.is_available() else []
 report.style()
 
 # %% [markdown]
@@ -93,8 +93,8 @@ print(pd.Series([type(op).__name__ for op in block.ops]).value_counts().to_dict(
 
 # %%
 recorder = record.Recorder("07_overlap", model, models.revision(model), workspace, {"part": "blocks"})
-if on_gpu:
-    transfers = {graphs: probes.copies(graphs=graphs) for graphs in (True, False)}
+transfers = {graphs: probes.copies(graphs=graphs) for graphs in (True, False)} if parts else {}
+if "blocks" in parts:
     installs = probes.installs(sizes["olmoe"].component_bytes["expert"])
     overlap.add(recorder, overlap.copy_rows(transfers) + overlap.install_rows(installs))
     for name in shapes:
@@ -188,7 +188,7 @@ errors = shown.errors(rows)
 fig, ax = plt.subplots(figsize=(4.4, 4.0))
 for (kernels, way), part in errors.groupby(["config.kernels", "config.submission"]):
     ax.loglog(part.measured, part.simulated, ".", label=f"{kernels}, {way}")
-ax.axline((1, 1), slope=1, color="black", lw=0.6)
+ax.plot([0.1, 30], [0.1, 30], color="black", lw=0.6)
 ax.set(xlabel="measured, ms", ylabel="simulated, ms", title=report.title(blocks, "Every configuration"))
 ax.legend()
 report.save(fig, "07_validation", workspace, rows[rows.metric == "block_ms"]);
@@ -211,11 +211,11 @@ ahead = steps.prefetch_cases(slots, guided, horizons, budgets, thresholds)
 cases = plain + ahead
 
 # %%
-if on_gpu:
+if "steps" in parts:
     stock = windows.StockLayers()
     found = windows.windows(stock)
     overlap.add(recorder, overlap.window_rows(found))
-    work = streams.Work(sizes["olmoe"], len(stock.layers), device="cuda", seed=seed, before=stock.graphs())
+    work = streams.Work(sizes["olmoe"], len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
     cost = overlap.step_cost(work, transfers[True], found)
     measured = recorded.measure(work, cases, repeats, seed)
     overlap.add(recorder, overlap.step_rows(measured, cases, "measured", resamples, seed) + overlap.step_cost_rows(cost))

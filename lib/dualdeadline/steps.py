@@ -197,6 +197,8 @@ class Steps:
 
 def once(plan: Schedule, work: streams.Work) -> tuple[float, int]:
     """Milliseconds of one executed step, and the bytes that crossed the link for it."""
+    if work.rewind:
+        work.rewind()
     torch.cuda.synchronize(work.device)
     lanes = streams.CudaLanes(work.device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -73,6 +73,12 @@ class StockLayers:
         state, ids, weights, residual = self.routed[number]
         return residual + self.layers[number].mlp.experts(state[0], ids, weights).view_as(residual)
 
+    def rewind(self) -> None:
+        """Let the next step overwrite the last token of the cache, which counts the steps it has seen."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length.fill_(int(self.place))
+
     def graphs(self, part: str = "before") -> list[Callable[[], None]]:
         """Each layer's part as a CUDA graph."""
         return [graph(lambda number=number: getattr(self, part)(number)) for number in range(len(self.layers))]
@@ -85,7 +91,13 @@ def windows(stock: StockLayers, samples: int = 50, parts=("before", "after")) ->
 
     Returns:
         DataFrame(layer, part, mode, ms, low, high, n).
+
+    Raises:
+        ValueError: more samples than the cache has places for.
     """
+    stock.cache.reset()
+    if 3 * samples > int(stock.place):
+        raise ValueError(f"samples is {samples}; needed: at most {int(stock.place) // 3}, each fills a place of the cache")
     variants = {}
     for number in range(len(stock.layers)):
         for part in parts:

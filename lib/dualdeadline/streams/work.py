@@ -57,6 +57,7 @@ class Work:
         kernels: `fused` (Triton), `torch` (eager, as transformers' loop).
         routes: `[layers, N, K]` expert ids (default: uniform draws).
         before: callables, one per layer, for the work up to its router (default: nothing to do).
+        rewind: makes that work ready for another step.
 
     Raises:
         ValueError: unknown kernels, routes that do not fit, K above E.
@@ -64,12 +65,13 @@ class Work:
 
     def __init__(self, shape: Shape, layers: int = 4, tokens: int = 1, top_k: int = 8, kernels: str = "fused",
                  device="cpu", seed: int = 0, routes: Tensor | None = None,
-                 before: list[Callable[[], None]] | None = None):
+                 before: list[Callable[[], None]] | None = None, rewind: Callable[[], None] | None = None):
         if kernels not in STAGES:
             raise ValueError(f"kernels is {kernels!r}; needed: one of {', '.join(STAGES)}")
         if not 1 <= top_k <= shape.E:
             raise ValueError(f"top_k is {top_k}; needed: 1 to {shape.E} experts")
-        self.shape, self.layers, self.device, self.before = shape, layers, torch.device(device), before
+        self.shape, self.layers, self.device = shape, layers, torch.device(device)
+        self.before, self.rewind = before, rewind
         self._experts(seed)
         self.tokens(tokens, top_k, kernels, seed, routes)
 
