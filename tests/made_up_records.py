@@ -6,7 +6,8 @@ import itertools
 
 from matplotlib import pyplot as plt
 
-from dualdeadline import paths, record, report
+from dualdeadline import paths, record, report, schedule
+from dualdeadline.overlap import Setting
 from dualdeadline.report import check
 
 MODEL = "pilot-olmoe"
@@ -17,10 +18,12 @@ PREDICTORS = (
 
 
 def write(workspace) -> None:
-    """Records of stages 02, 04, 05 and 12 whose values follow from their keys by plain arithmetic."""
+    """Records of stages 02, 04 to 07 and 12 whose values follow from their keys by plain arithmetic."""
     traces(workspace)
     evaluation(workspace)
     replay(workspace)
+    kernels(workspace)
+    overlap(workspace)
     runs(workspace)
 
 
@@ -148,6 +151,32 @@ def replay(workspace) -> None:
         for metric in ("stall_difference_ms", "stall_link_once_difference_ms"):
             rows.add(name, metric, -0.1, "ms", "replayed", -0.12, -0.08, n=24, **keys)
     rows.write()
+
+
+def kernels(workspace) -> None:
+    rows = _recorder("06_kernels", workspace)
+    for place, name in enumerate(("fused", "eager", "batched_mm"), 1):
+        for shape in ("olmoe", "qwen"):
+            keys = {"n": 50, "shape": shape, "tokens": 1, "top_k": 8}
+            rows.add(name, "resident_ms", 0.03 * place, "ms", "measured", 0.029 * place, 0.031 * place, **keys)
+            rows.add(name, "resident_gbps", 3000 / place, "GB/s", "measured", 2900 / place, 3100 / place, **keys)
+    rows.write()
+
+
+def overlap(workspace) -> None:
+    rows, guessed = (_recorder("07_overlap", workspace, part=part) for part in ("blocks", "simulated blocks"))
+    setting = Setting().config("olmoe")
+    for place, name in enumerate(schedule.NAMES, 1):
+        for ready in (0, 2, 4, 6, 8):
+            keys, ms = setting | {"ready": ready}, 2.0 - 0.15 * ready + 0.01 * place
+            rows.add(name, "block_ms", ms, "ms", "measured", ms - 0.01, ms + 0.01, n=200, **keys)
+            rows.add(name, "floor_ms", ms - 0.02, "ms", "measured", ms - 0.03, ms - 0.01, n=200, **keys)
+            guessed.add(name, "block_ms", ms * 1.01, "ms", "simulated", **keys)
+        for slots in (16, 32, 48) if name != "demand_pipelined" else ():
+            config = {"n": 24, "slots": slots}
+            rows.add(f"{name}-demand_pipelined", "step_difference_ms", 0.1 * place, "ms", "measured", 0.05, 0.6, **config)
+    rows.write()
+    guessed.write()
 
 
 def runs(workspace) -> None:

@@ -31,8 +31,10 @@ from dualdeadline.overlap.study import (
     recorded_step_cost,
     resimulate,
     run,
+    simulated_timelines,
     step_cost,
     steps_of,
+    timelines,
 )
 
 __all__ = [
@@ -54,10 +56,12 @@ __all__ = [
     "run",
     "settings",
     "simulated_blocks",
+    "simulated_timelines",
     "span_rows",
     "step_cost",
     "step_cost_rows",
     "step_rows",
     "steps_of",
+    "timelines",
     "window_rows",
 ]

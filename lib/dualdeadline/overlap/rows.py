@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from dualdeadline import record, schedule, steps, streams
+from dualdeadline import record, steps
 from dualdeadline.cost import CostModel
-from dualdeadline.overlap.blocks import Setting, block
+from dualdeadline.overlap.blocks import Setting
 from dualdeadline.timeline import Timeline
 
 
@@ -85,31 +85,15 @@ def window_rows(found: pd.DataFrame) -> list[dict]:
     ]
 
 
-def span_rows(work: streams.Work, ready: int = 0, layer: int = 0) -> list[dict]:
-    """One measured timeline of each schedule, one row per operation; the median is its length."""
+def span_rows(lines: dict[str, Timeline]) -> list[dict]:
+    """Timelines by schedule, one row per operation; the median is its length."""
     out = []
-    for name in schedule.NAMES:
-        streams.run(block(work, name, layer, ready), work)  # the first run compiles
-        line: Timeline = streams.run(block(work, name, layer, ready), work)
+    for name, line in lines.items():
         for number, span in enumerate(line.frame().itertuples()):
-            config = {
-                "number": number,
-                "lane": span.lane,
-                "what": span.what,
-                "start_ms": round(span.start_ms, 6),
-                "bytes": span.bytes,
-                "speculative": bool(span.speculative),
-            }
-            out.append(
-                dict(
-                    variant=name,
-                    metric="span_ms",
-                    median=span.end_ms - span.start_ms,
-                    unit="ms",
-                    kind="measured",
-                    config=config,
-                )
-            )
+            config = {"number": number, "lane": span.lane, "what": span.what, "start_ms": round(span.start_ms, 6)}
+            config |= {"bytes": span.bytes, "speculative": bool(span.speculative)}
+            length = span.end_ms - span.start_ms
+            out.append(dict(variant=name, metric="span_ms", median=length, unit="ms", kind=line.kind, config=config))
     return out
 
 

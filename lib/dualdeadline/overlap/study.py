@@ -8,15 +8,23 @@ from dataclasses import replace
 import pandas as pd
 from tqdm.auto import tqdm
 
-from dualdeadline import paths, steps, streams
+from dualdeadline import paths, schedule, simulate, steps, streams
 from dualdeadline.cost import CostModel
-from dualdeadline.overlap.blocks import Setting, measure, simulated_blocks
+from dualdeadline.overlap.blocks import Setting, block, layer_plan, measure, simulated_blocks
 from dualdeadline.overlap.rows import block_rows, cost_rows, simulated_rows
 from dualdeadline.streams import probes
+from dualdeadline.timeline import Timeline
 
 
-def run(work: streams.Work, plan: Sequence[Setting], samples: int, budget_s: float, many_s: float,
-        transfers: pd.DataFrame, seed: int = 0) -> list[dict]:
+def run(
+    work: streams.Work,
+    plan: Sequence[Setting],
+    samples: int,
+    budget_s: float,
+    many_s: float,
+    transfers: pd.DataFrame,
+    seed: int = 0,
+) -> list[dict]:
     """Check, measure and calibrate each setting; record rows.
 
     Args:
@@ -53,8 +61,9 @@ def of_setting(rows: pd.DataFrame, shape: str, setting: Setting) -> pd.DataFrame
     return rows
 
 
-def resimulate(rows: pd.DataFrame, shapes: Iterable[streams.Shape], plan: Sequence[Setting], layers: int,
-               seed: int = 0) -> list[dict]:
+def resimulate(
+    rows: pd.DataFrame, shapes: Iterable[streams.Shape], plan: Sequence[Setting], layers: int, seed: int = 0
+) -> list[dict]:
     """Simulated record rows of every setting whose cost model is recorded, without a device.
 
     Raises:
@@ -92,8 +101,17 @@ def recorded_step_cost(rows: pd.DataFrame, shape: streams.Shape) -> CostModel:
     return replace(CostModel.from_parts(parts, shape.component_bytes), before_ms=tuple(ms for _, ms in layers))
 
 
-def steps_of(workspace: paths.Workspace, corpus: str, split: str, labels, horizons, prompts: int, per_prompt: int,
-             seed: int, component_bytes) -> steps.Steps:
+def steps_of(
+    workspace: paths.Workspace,
+    corpus: str,
+    split: str,
+    labels,
+    horizons,
+    prompts: int,
+    per_prompt: int,
+    seed: int,
+    component_bytes,
+) -> steps.Steps:
     """Decode steps of the first `prompts` prompts of a split, with the scores of some predictors at those steps.
 
     Kept in `<workspace>/steps.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
@@ -119,3 +137,16 @@ def steps_of(workspace: paths.Workspace, corpus: str, split: str, labels, horizo
     found = steps.Steps(routes, prompt, experts, rows, scores, component_bytes)
     found.save(path)
     return found
+
+
+def timelines(work: streams.Work, setting: Setting, ready: int = 0) -> dict[str, Timeline]:
+    """A measured timeline of each schedule of a setting, after one run that warms up."""
+    work.tokens(setting.tokens, setting.top_k, setting.kernels)
+    return {name: [streams.run(block(work, name, 0, ready), work) for _ in range(2)][-1] for name in setting.schedules}
+
+
+def simulated_timelines(rows: pd.DataFrame, shape: streams.Shape, setting: Setting, ready: int = 0):
+    """The same from a recorded cost model."""
+    routes = streams.draw_routes(shape, 1, setting.tokens, setting.top_k, 0)[0]
+    layer, cost = layer_plan(routes, ready), recorded_cost(rows, shape, setting)
+    return {name: simulate.run(schedule.block(name, layer, shape.component_bytes), cost) for name in setting.schedules}

@@ -25,7 +25,7 @@ def draw(frame: pd.DataFrame, ax=None, names: bool = True):
         width = max(row.end_ms - row.start_ms, whole / 500)
         ax.barh(LANES[row.lane], width, left=row.start_ms, height=0.7, color=COLOURS[kind], edgecolor="white", lw=0.4,
                 hatch="///" if row.speculative else None)
-        if names and width > whole / 25:
+        if names and "," not in row.what and width > whole / 25:
             ax.text(row.start_ms + width / 2, LANES[row.lane], row.what.split()[-1], ha="center", va="center",
                     fontsize=5.5, color="white")
     ax.set_yticks(list(LANES.values()), list(LANES))

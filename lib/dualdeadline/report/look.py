@@ -52,6 +52,7 @@ LOOKS = {
     "fused": ("fused (ours)", VERMILLION, SOLID),
     "eager": ("transformers eager", GREY, SOLID),
     "batched_mm": ("transformers batched_mm", BLUE, SOLID),
+    "torch_grouped_mm": ("torch grouped product", PURPLE, SOLID),
     "grouped_mm": ("transformers grouped_mm", GREEN, SOLID),
 }
 

@@ -23,8 +23,9 @@ def installs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def spans(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By schedule, the recorded timeline as `lanes.draw` takes it."""
-    part = rows[rows.metric == "span_ms"].rename(columns=lambda name: name.removeprefix("config."))
+    """By schedule, the recorded timeline as `lanes.draw` takes it; measured ones before simulated ones."""
+    part = rows[rows.metric == "span_ms"]
+    part = part[part.kind == part.kind.min()].rename(columns=lambda name: name.removeprefix("config."))
     part = part.assign(end_ms=part.start_ms + part["median"], speculative=part.speculative.eq(True))
     return {name: found.sort_values("start_ms") for name, found in part.groupby("variant")}
 
@@ -36,6 +37,14 @@ def against(rows: pd.DataFrame, setting: Setting, shapes) -> pd.DataFrame:
     wide = found.pivot_table(index=["config.shape", "config.ready", "variant"], columns="metric", values="median")
     wide = wide[["block_ms", "floor_ms"]].assign(over_ms=wide.block_ms - wide.floor_ms)
     return wide.rename_axis(index=["shape", "ready", "schedule"]).rename(index=look.label, level="schedule")
+
+
+def over_floor(rows: pd.DataFrame) -> pd.DataFrame:
+    """Block rows of one setting less the median floor of `demand_pipelined`, the fewest pieces, at the same ready."""
+    floor = rows[(rows.metric == "floor_ms") & (rows.variant == "demand_pipelined")].set_index("config.ready")["median"]
+    part = rows[(rows.metric == "block_ms") & rows.variant.isin(schedule.NAMES)]
+    least = part["config.ready"].map(floor)
+    return part.assign(**{name: part[name] - least for name in ("median", "low", "high")})
 
 
 def gaps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -78,6 +87,20 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     part = rows[rows.metric.str.endswith("step_difference_ms")]
     part = part.assign(line=part.variant.str.split("-").str[0].map(look.label) + ", " + part.kind)
     return pivot(part, "config.slots", index="line", head="schedule \\ slots", digits=4).set_index("schedule \\ slots")
+
+
+def windows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median over layers of each part of a stock layer, ms."""
+    part = rows[rows.metric == "window_ms"]
+    return part.groupby("variant")["median"].median().rename("ms").to_frame().rename_axis("part of a layer")
+
+
+def measured_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean measured step time of each schedule without prefetch, ms, by slots."""
+    part = rows[(rows.metric == "step_ms") & (rows.kind == "measured") & rows.variant.isin(schedule.NAMES)]
+    part = part[part["config.budget"] == 0]
+    wide = part.pivot(index="variant", columns="config.slots", values="median").rename(index=look.label)
+    return wide.rename(columns=lambda slots: f"{slots:.0f} slots").rename_axis(None, axis=1).rename_axis("schedule")
 
 
 def prefetch(

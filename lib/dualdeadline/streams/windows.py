@@ -73,11 +73,12 @@ class StockLayers:
         state, ids, weights, residual = self.routed[number]
         return residual + self.layers[number].mlp.experts(state[0], ids, weights).view_as(residual)
 
-    def rewind(self) -> None:
-        """Let the next step overwrite the last token of the cache, which counts the steps it has seen."""
+    @torch.inference_mode()
+    def rewind(self, place: int | None = None) -> None:
+        """Let the next step write the last place of the cache, or `place`: the cache counts the steps it has seen."""
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length.fill_(int(self.place))
+                layer.cumulative_length.fill_(int(self.place) if place is None else place)
 
     def graphs(self, part: str = "before") -> list[Callable[[], None]]:
         """Each layer's part as a CUDA graph."""
@@ -95,9 +96,10 @@ def windows(stock: StockLayers, samples: int = 50, parts=("before", "after")) ->
     Raises:
         ValueError: more samples than the cache has places for.
     """
-    stock.cache.reset()
+    stock.rewind(0)
     if 3 * samples > int(stock.place):
-        raise ValueError(f"samples is {samples}; needed: at most {int(stock.place) // 3}, each fills a place of the cache")
+        most = int(stock.place) // 3  # each sample fills a place of the cache
+        raise ValueError(f"samples is {samples}; needed: at most {most}, or a longer context")
     variants = {}
     for number in range(len(stock.layers)):
         for part in parts:
