@@ -26,8 +26,15 @@ study: .venv
 	@$(STUDY) run --profile '$(PROFILE)' --only '$(ONLY)' --from '$(FROM)' --grid '$(GRID)' \
 		--scheduler '$(SCHEDULER)' $(if $(FORCE),--force)
 
+# on two cores the whole study in its smallest size runs beside all other tests; its report is printed at the end
 test: .venv
+ifeq ($(TESTS),tests)
+	@said=$$(mktemp); $(BIN)/python -m pytest tests/test_smoke.py > $$said 2>&1 & smoke=$$!; \
+	$(BIN)/python -m pytest tests --ignore=tests/test_smoke.py; rest=$$?; \
+	wait $$smoke; smoke=$$?; cat $$said; rm -f $$said; [ $$rest -eq 0 ] && [ $$smoke -eq 0 ]
+else
 	@$(BIN)/python -m pytest $(TESTS)
+endif
 
 # JupyterLab reads notebooks/jupytext.toml: the text file is the source, whatever the times of the two files say
 lab: .venv

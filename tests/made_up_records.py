@@ -160,6 +160,9 @@ def kernels(workspace) -> None:
             keys = {"n": 50, "shape": shape, "tokens": 1, "top_k": 8}
             rows.add(name, "resident_ms", 0.03 * place, "ms", "measured", 0.029 * place, 0.031 * place, **keys)
             rows.add(name, "resident_gbps", 3000 / place, "GB/s", "measured", 2900 / place, 3100 / place, **keys)
+    rows.add("copy", "memory_gbps", 4000, "GB/s", "measured", 3900, 4100, n=50)
+    rows.add("zero_copy", "fetch_gbps", 51, "GB/s", "measured", 50, 52, n=50, shape="olmoe", programs=8)
+    rows.add("one launch", "predictor_ms", 0.006, "ms", "measured", 0.005, 0.007, n=50, shape="olmoe", predictor="probe")
     rows.write()
 
 

@@ -64,9 +64,10 @@ def kernels(about: Subject) -> Table:
     rows = about.rows(STAGE, ["resident_ms", "resident_gbps"], tokens=1)
     frame = one_token(rows)
     digits = {name: "{:.4f}" if name.endswith("ms") else "{:,.0f}" for name in frame.columns}
-    frame = frame.apply(lambda column: column.map(digits[column.name].format)).rename_axis("kernels").reset_index()
+    shown = frame.apply(lambda column: column.map(digits[column.name].format)).where(frame.notna(), "–")
+    frame = shown.rename_axis("kernels").reset_index()
     caption = (
-        "One token, eight experts resident: median ms per block and GB/s of weights. In a CUDA graph, but for "
-        f"transformers' eager loop. {conditions(rows)}."
+        "One token, eight experts resident: median ms per block and GB/s of weights. In a CUDA graph where a "
+        f"variant can be captured. {conditions(rows)}."
     )
     return Table("kernels", caption, frame, rows)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from dualdeadline import manifest
-from dualdeadline.report import latex, published, routing, runtime, text, verdicts
+from dualdeadline import manifest, schedule
+from dualdeadline.overlap import Setting
+from dualdeadline.report import kernels, latex, overlap, published, routing, runtime, text, verdicts
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
 
@@ -31,6 +32,8 @@ def every(about: Subject) -> list[Number]:
         *_training(),
         *_recall(about),
         *_cache(about),
+        *_kernels(about),
+        *_blocks(about),
         *_verdicts(about),
         *_run(about),
         _commit(about),
@@ -109,6 +112,42 @@ def _cache(about: Subject) -> list[Number]:
     shown = {f"hit_{name}": _said(rows, name) for name in ("lru", "belady")}
     shown |= {"cache_slots": str(SLOTS), "hit_conditions": conditions(rows).lower()}
     return [Number(name, value, source) for name, value in shown.items()]
+
+
+def _kernels(about: Subject) -> list[Number]:
+    """One token of a resident block, the fetch and a predictor's step, at OLMoE's sizes."""
+    rows = about.rows("06_kernels", ["resident_ms", "resident_gbps", "memory_gbps", "fetch_gbps", "predictor_ms"])
+    here = {"shape": "olmoe", "tokens": 1}
+    step = rows[(rows["metric"] == "predictor_ms") & (rows["variant"] == "one launch")]
+    step = step[step["config.shape"] == "olmoe"]["median"]
+    said = {
+        "kernel_ms": f"{kernels.one(rows, 'resident_ms', 'fused', **here):.4f}",
+        "kernel_gbps": text.count(round(kernels.one(rows, "resident_gbps", "fused", **here))),
+        "memory_gbps": text.count(round(kernels.one(rows, "memory_gbps", "copy"))),
+        "fetch_gbps": text.value(rows[rows["metric"] == "fetch_gbps"]["median"].max(), digits=1),
+        "predictor_ms": f"{step.max():.4f}",
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _blocks(about: Subject) -> list[Number]:
+    """Eight missing experts of OLMoE's size by schedule, their floor, and the simulator's error in CUDA graphs."""
+    rows = about.rows("07_overlap", ["block_ms", "floor_ms"])
+    here = overlap.of_setting(rows[(rows["kind"] == "measured") & (rows["config.ready"] == 0)], "olmoe", Setting())
+    ms = here[here["metric"] == "block_ms"].set_index("variant")["median"]
+    least = here[here["metric"] == "floor_ms"]["median"].min()
+    found = overlap.errors(rows)
+    graph = found[found["config.submission"] == "graph"]["error"].abs()
+    said = {f"block_{name}": f"{ms[name]:.3f}" for name in schedule.NAMES} | {
+        "block_floor": f"{least:.3f}",
+        "staged_gain_ms": f"{ms['staged_pipelined'] - ms['demand_pipelined']:+.3f}",
+        "simulator_median": f"{graph.median():.1%}",
+        "simulator_worst": f"{graph.max():.1%}",
+        "simulator_configurations": text.count(len(graph)),
+        "simulator_median_all": f"{found['error'].abs().median():.1%}",
+        "simulator_worst_all": f"{found['error'].abs().max():.1%}",
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 
 def _verdicts(about: Subject) -> list[Number]:
