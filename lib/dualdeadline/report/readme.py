@@ -23,11 +23,12 @@ early finds {recall_gate_ahead} of the routed experts, the original study's lear
 misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with {cache_slots} slots per layer hits
 {hit_lru}, the optimum {hit_belady} ({hit_conditions}).
 
-**On an H200**, eight missing experts of OLMoE's size take {block_demand_serial} ms copied and then computed (the original's
-baseline), {block_demand_pipelined} ms pipelined expert by expert, {block_staged_pipelined} ms with two deadlines per expert, and
-{block_component_priority} ms with two deadlines for the last expert only; the copies alone need {block_floor} ms (measured, one
-token, fused kernels in a CUDA graph). So with every copy pipelined, two deadlines for all experts change the block by
-{staged_gain_ms} ms. Whether whole decode steps gain (H1): **{verdict_h1}**.
+**On an H200**, eight missing experts of OLMoE's size take {block_demand_serial} ms copied and then computed
+(the original's baseline), {block_demand_pipelined} ms pipelined expert by expert, {block_staged_pipelined} ms
+with two deadlines per expert, and {block_component_priority} ms with two deadlines for the last expert only;
+the copies alone need {block_floor} ms (measured, one token, fused kernels in a CUDA graph). So with every copy
+pipelined, two deadlines for all experts change the block by {staged_gain_ms} ms. Whether whole decode steps
+gain (H1): **{verdict_h1}**.
 
 **Time.** All of it runs again on {run_machine} in {run_minutes} minutes.
 """
