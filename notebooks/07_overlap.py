@@ -101,7 +101,8 @@ if "blocks" in parts:
     for name in shapes:
         work = streams.Work(sizes[name], layers, device="cuda", seed=seed)
         overlap.add(recorder, overlap.run(work, plan, samples, setting_s, many_s, transfers[True], seed))
-    overlap.add(recorder, overlap.span_rows(overlap.timelines(work, base)))
+        if name == "olmoe":
+            overlap.add(recorder, overlap.span_rows(overlap.timelines(work, base)))
     recorder.write();
 
 # %%
@@ -112,7 +113,8 @@ overlap.add(recorder, overlap.span_rows(overlap.simulated_timelines(rows, sizes[
 recorder.write()
 rows = record.read(workspace, "07_overlap", model)
 blocks = rows[rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured")]
-assert len(blocks) and rows.kind.isin(["measured", "simulated"]).all()
+assert len(blocks), f"no measured blocks for {model}; needed: this notebook run on a GPU"
+assert rows.kind.isin(["measured", "simulated"]).all()
 
 # %% [markdown]
 # ## The link
@@ -163,9 +165,9 @@ table = shown.against(rows, base, shapes)
 report.table(table, "blocks", "block in ms, the floor of its copies, and what lies between", workspace, digits=4)
 
 # %% [markdown]
-# **Where two deadlines cannot help.** With eager kernels the block waits for launches, not for bytes; with more tokens every expert is
-# needed and the copies of one layer outlast its arithmetic until about a thousand tokens. Below: each schedule against
-# `demand_pipelined`, same setting, same samples.
+# **Other settings.** With more tokens every expert is needed, and even at a thousand tokens the copies outlast the arithmetic many times
+# over. Below: each schedule with fused kernels in a graph against `demand_pipelined`, same samples. Eager kernels are another matter:
+# there the block waits for Python's launches, and schedules with fewer, larger launches win (rows with kernels `torch`).
 
 # %% tags=["figure"]
 gaps = shown.gaps(rows)
@@ -269,6 +271,8 @@ Markdown(shown.answer(rows, base))
 # %% [markdown]
 # ## Limits
 #
+# Simulated steps are off by up to a tenth of the few measured ones, so differences below that are not resolved; their intervals cover
+# prompts only.
 # One GPU and one link. Routes of the blocks are uniform draws, those of the steps are the embedded model's at OLMoE's expert sizes; weights
 # are random, which changes no time. Host-launched steps pay Python's launches, which a captured decode step would not. Presence in the
 # steps is that of an LRU cache; guesses do not stay in it.

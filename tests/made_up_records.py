@@ -174,6 +174,9 @@ def overlap(workspace) -> None:
             keys, ms = setting | {"ready": ready}, 2.0 - 0.15 * ready + 0.01 * place
             rows.add(name, "block_ms", ms, "ms", "measured", ms - 0.01, ms + 0.01, n=200, **keys)
             rows.add(name, "floor_ms", ms - 0.02, "ms", "measured", ms - 0.03, ms - 0.01, n=200, **keys)
+            if name != "demand_pipelined":
+                other = f"{name}-demand_pipelined"
+                rows.add(other, "block_difference_ms", 0.01, "ms", "measured", -0.01, 0.02, n=200, **keys)
             guessed.add(name, "block_ms", ms * 1.01, "ms", "simulated", **keys)
         for slots in (16, 32, 48) if name != "demand_pipelined" else ():
             config = {"n": 24, "slots": slots}

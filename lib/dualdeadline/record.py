@@ -135,7 +135,9 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     order = [machine.machine_id()] + ([] if here else list(machine.known()))
     rank = rows.machine.map({name: place for place, name in reversed(list(enumerate(order)))})
     rows = rows[rank.notna()].assign(_rank=rank)
-    rows = rows[rows._rank == rows.groupby(["model", "kind"])._rank.transform("min")].drop(columns="_rank")
+    # a GPU stage may have been measured in parts, on several machines
+    one = ["model", "kind", "scope"] if stage in paths.ON_GPU else ["model", "kind"]
+    rows = rows[rows._rank == rows.groupby(one)._rank.transform("min")].drop(columns="_rank")
     for column in ("config", "scope"):
         spread = pd.json_normalize(rows[column].map(json.loads).tolist(), max_level=0).set_axis(rows.index)
         rows = rows.join(spread.add_prefix(f"{column}."))

@@ -132,15 +132,17 @@ def _kernels(about: Subject) -> list[Number]:
 
 def _blocks(about: Subject) -> list[Number]:
     """Eight missing experts of OLMoE's size by schedule, their floor, and the simulator's error in CUDA graphs."""
-    rows = about.rows("07_overlap", ["block_ms", "floor_ms"])
+    rows = about.rows("07_overlap", ["block_ms", "floor_ms", "block_difference_ms"])
     here = overlap.of_setting(rows[(rows["kind"] == "measured") & (rows["config.ready"] == 0)], "olmoe", Setting())
+    gap = here[here["metric"] == "block_difference_ms"].set_index("variant")[["median", "low", "high"]]
     ms = here[here["metric"] == "block_ms"].set_index("variant")["median"]
     least = here[here["metric"] == "floor_ms"]["median"].min()
     found = overlap.errors(rows)
     graph = found[found["config.submission"] == "graph"]["error"].abs()
     said = {f"block_{name}": f"{ms[name]:.3f}" for name in schedule.NAMES} | {
         "block_floor": f"{least:.3f}",
-        "staged_gain_ms": f"{ms['staged_pipelined'] - ms['demand_pipelined']:+.3f}",
+        "staged_gain_ms": text.value(*gap.loc["staged_pipelined-demand_pipelined"]),
+        "priority_gain_ms": text.value(*gap.loc["component_priority-demand_pipelined"]),
         "simulator_median": f"{graph.median():.1%}",
         "simulator_worst": f"{graph.max():.1%}",
         "simulator_configurations": text.count(len(graph)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dualdeadline.schedule.ops import COMPONENTS, NAMES, Compute, Copy, Route, Schedule
+from dualdeadline.schedule.ops import COMPONENTS, NAMES, PIECES, Compute, Copy, Route, Schedule
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class Layer:
         tokens: by expert, how many tokens it serves (default: 1 each).
         guesses: speculative copies for this layer, (expert, piece, probability), any experts.
         guessed_at: layer whose router's verdict lets them start (default: the layer before).
+
+    Raises:
+        ValueError: experts that repeat or are missing, unknown components or pieces, no probability.
     """
 
     experts: tuple[int, ...]
@@ -25,6 +28,17 @@ class Layer:
     tokens: Mapping[int, int] = field(default_factory=dict)
     guesses: tuple[tuple[int, str, float], ...] = ()
     guessed_at: int | None = None
+
+    def __post_init__(self):
+        if not self.experts or len(set(self.experts)) < len(self.experts) or min(self.experts) < 0:
+            raise ValueError(f"experts are {self.experts}; needed: at least one, distinct, none below 0")
+        wrong = {part for _, part in self.present} - set(COMPONENTS)
+        if wrong:
+            raise ValueError(f"present names {sorted(wrong)}; needed: {', '.join(COMPONENTS)}")
+        for expert, piece, chance in self.guesses:
+            if expert < 0 or piece not in PIECES or not 0 <= chance <= 1:
+                raise ValueError(f"guess is {(expert, piece, chance)}; needed: an expert, one of {', '.join(PIECES)}, "
+                                 "and a probability from 0 to 1")
 
 
 def ready(experts: Iterable[int], components: Iterable[str] = COMPONENTS) -> frozenset[tuple[int, str]]:

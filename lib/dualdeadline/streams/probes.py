@@ -139,7 +139,7 @@ def _launches(work, stage: str, number: int) -> Callable[[int], None]:
     ops = []
     for turn in range(REPEATS):
         layer, experts = turn % work.layers, work.experts(turn % work.layers)
-        first = turn // work.layers * number % len(experts)  # other experts each time: nothing is read from L2
+        first = turn // work.layers * number % len(experts)  # others each time, as far as there are any
         ops.append(Compute(layer, stage, tuple(sorted((experts + experts)[first : first + number]))))
         work.stages.prepare(layer, ops[-1].experts)
 

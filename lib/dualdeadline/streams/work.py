@@ -122,6 +122,10 @@ class Work:
         """Slot and host record of a piece."""
         key = op.layer * self.shape.E + op.expert, op.piece
         if key not in self._pieces:
+            size = self.shape.component_bytes[op.piece]
+            if not (0 <= op.expert < self.shape.E and 0 <= op.layer < self.layers and op.bytes == size):
+                raise ValueError(f"{op} does not fit; needed: {size} bytes of one of {self.shape.E} experts in one of "
+                                 f"{self.layers} layers")
             row, part = key[0], self.parts[op.piece]
             self._pieces[key] = self.records[row, part], self.host[row, part]
         return self._pieces[key]
