@@ -129,7 +129,8 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     committed = paths.RECORDS / f"{stage}.csv"
     if stage in paths.ON_GPU and workspace.record_file(stage) != committed and not (rows.kind == "measured").any():
         known = load(committed)
-        rows = pd.concat([known[known.kind == "measured"], rows], ignore_index=True)
+        known = known[known.kind == "measured"]
+        rows = pd.concat([known, rows], ignore_index=True) if len(rows) else known  # an empty frame has no types
     if model is not None:
         rows = rows[rows.model == model]
     order = [machine.machine_id()] + ([] if here else list(machine.known()))

@@ -45,8 +45,9 @@ def rows_of(
         FileNotFoundError: the stage has written no records yet (names the stage).
         ValueError: the stage has records, but none of this metric and these keys.
     """
-    paths.need(workspace.record_file(stage), stage)
     found = record.read(workspace, stage, model)
+    if not len(found):
+        paths.need(workspace.record_file(stage), stage)
     found = found[found["metric"].isin([metric] if isinstance(metric, str) else metric)]
     for key, wanted in fixed.items():
         column = found.get(f"config.{key}")
