@@ -118,6 +118,18 @@ def load(path) -> pd.DataFrame:
     return rows
 
 
+def visible(workspace: paths.Workspace, stage: str) -> pd.DataFrame:
+    """All rows that a workspace shows of a stage: its own, and of a stage that needs a GPU the committed
+    measurements where it has none."""
+    rows = load(workspace.record_file(stage))
+    committed = paths.RECORDS / f"{stage}.csv"
+    if stage in paths.ON_GPU and workspace.record_file(stage) != committed and not (rows.kind == "measured").any():
+        known = load(committed)
+        known = known[known.kind == "measured"]
+        return pd.concat([known, rows], ignore_index=True) if len(rows) else known  # an empty frame has no types
+    return rows
+
+
 def read(workspace: paths.Workspace, stage: str, model: str | None = None, here: bool = False) -> pd.DataFrame:
     """Rows of a stage with their config spread into columns `config.<key>`, one machine per model and kind.
 
@@ -125,12 +137,7 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     (the first of `machines.yaml` that has some). `here=True` takes this machine's rows only. Of a stage that needs
     a GPU the committed measurements count in every workspace that has none of its own.
     """
-    rows = load(workspace.record_file(stage))
-    committed = paths.RECORDS / f"{stage}.csv"
-    if stage in paths.ON_GPU and workspace.record_file(stage) != committed and not (rows.kind == "measured").any():
-        known = load(committed)
-        known = known[known.kind == "measured"]
-        rows = pd.concat([known, rows], ignore_index=True) if len(rows) else known  # an empty frame has no types
+    rows = visible(workspace, stage)
     if model is not None:
         rows = rows[rows.model == model]
     order = [machine.machine_id()] + ([] if here else list(machine.known()))

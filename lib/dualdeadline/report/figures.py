@@ -73,7 +73,7 @@ def fingerprint(workspace: paths.Workspace, source: dict) -> str:
 
     Covers every row of those stages, models, machines and metrics: it changes when a figure needs redrawing.
     """
-    rows = pd.concat([record.load(workspace.record_file(stage)) for stage in source["stage"]])
+    rows = pd.concat([record.visible(workspace, stage) for stage in source["stage"]])
     for key in ("model", "machine", "metric"):
         rows = rows[rows[key].isin(source[key])]
     key = ["stage", "model", "machine", "scope", "metric", "variant", "config"]

@@ -57,7 +57,7 @@ def stale(png: Path, workspace: paths.Workspace) -> bool:
 def figure_rows(png: Path, workspace: paths.Workspace) -> pd.DataFrame:
     """The record rows behind a saved figure."""
     stamp = behind(png)
-    rows = pd.concat([record.load(workspace.record_file(stage)) for stage in stamp["stage"]])
+    rows = pd.concat([record.visible(workspace, stage) for stage in stamp["stage"]])
     for key in ("model", "machine", "metric"):
         rows = rows[rows[key].isin(stamp[key])]
     return rows
