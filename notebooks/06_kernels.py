@@ -113,13 +113,8 @@ print(copied)
 # %%
 recorder = record.Recorder("06_kernels", model, models.revision(model), workspace)
 if on_gpu:
-    overlap.add(recorder, [speed.copy_rate()])
-    for name in shapes:
-        blocks = speed.Blocks(sizes[name], seed=seed)
-        assert speed.check(blocks.inputs(1, top_k), speed.ways(sizes[name])) < 0.02
-        overlap.add(recorder, speed.resident(blocks, tokens, top_k, samples))
-        overlap.add(recorder, speed.fetches(sizes[name], programs, top_k, samples // 4))
-        overlap.add(recorder, speed.predictors(sizes[name], samples))
+    used = [sizes[name] for name in shapes]
+    overlap.add(recorder, speed.everything(used, tokens, top_k, programs, samples, seed))
     recorder.write();
 
 # %%

@@ -73,12 +73,12 @@ report.style()
 
 # %%
 sizes = {shape.name: shape for shape in (streams.OLMOE, streams.QWEN)}
-plan = overlap.settings(tokens, top_ks)
+plan, expert = overlap.settings(tokens, top_ks), sizes["olmoe"].component_bytes
 base = overlap.Setting()
 for name in schedule.NAMES:
-    block = schedule.block(name, schedule.Layer(tuple(range(8))), sizes["olmoe"].component_bytes)
-    assert block.bytes == 8 * sizes["olmoe"].component_bytes["expert"]
-    line = overlap.ideal(block)
+    block = schedule.block(name, schedule.Layer(tuple(range(8))), expert)
+    assert block.bytes == 8 * expert["expert"]
+    line = overlap.ideal(block, expert)
     assert line.ms >= max(line.busy_ms("link"), line.busy_ms("compute")) and line.bytes == block.bytes
 
 # %% tags=["nbval-check-output"]
@@ -96,13 +96,10 @@ print(pd.Series([type(op).__name__ for op in block.ops]).value_counts().to_dict(
 recorder = record.Recorder("07_overlap", model, models.revision(model), workspace, {"part": "blocks"})
 transfers = {graphs: probes.copies(graphs=graphs) for graphs in (True, False)} if parts else {}
 if "blocks" in parts:
-    installs = probes.installs(sizes["olmoe"].component_bytes["expert"])
+    installs = probes.installs(expert["expert"])
     overlap.add(recorder, overlap.copy_rows(transfers) + overlap.install_rows(installs))
-    for name in shapes:
-        work = streams.Work(sizes[name], layers, device="cuda", seed=seed)
-        overlap.add(recorder, overlap.run(work, plan, samples, setting_s, many_s, transfers[True], seed))
-        if name == "olmoe":
-            overlap.add(recorder, overlap.span_rows(overlap.timelines(work, base)))
+    used = [sizes[name] for name in shapes]
+    overlap.add(recorder, overlap.run_shapes(used, plan, layers, samples, setting_s, many_s, transfers[True], seed))
     recorder.write();
 
 # %%
@@ -140,12 +137,12 @@ report.table(shown.installs(rows), "installs", "installing one expert, ms (media
 # falls silent.
 
 # %% tags=["figure"]
-spans = shown.spans(rows)
+drawn = shown.span_rows(rows)
+spans = shown.spans(drawn)
 fig, axes = plt.subplots(len(schedule.NAMES), 1, figsize=(6.8, 5.6), sharex=True)
 for ax, name in zip(axes, schedule.NAMES):
     lanes.draw(spans[name], ax)
     ax.set_title(report.label(name), fontsize=8)
-drawn = rows[(rows.metric == "span_ms") & (rows.kind == rows[rows.metric == "span_ms"].kind.min())]
 axes[-1].set_xlabel(f"ms from the start ({drawn.kind.iloc[0]})")
 lanes.legend(fig)
 report.save(fig, "07_timelines", workspace, drawn);
@@ -206,7 +203,6 @@ report.table(summary, "validation", "relative error of the simulator, in percent
 
 # %%
 recorder = record.Recorder("07_overlap", model, models.revision(model), workspace, {"part": "steps"})
-expert = sizes["olmoe"].component_bytes
 recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, expert)
 plain = [steps.Case(name, size) for size in slots for name in schedule.NAMES]
 ahead = steps.prefetch_cases(slots, guided, horizons, budgets, thresholds)
@@ -245,7 +241,8 @@ report.table(shown.windows(rows), "windows", "a stock OLMoE layer, one token, ms
 
 # %% tags=["table"]
 few = int(rows[(rows.metric == "step_ms") & (rows.kind == "measured")].n.min())
-report.table(shown.measured_steps(rows), "measured_steps", f"decode step, ms (measured, n = {few})", workspace)
+caption = f"decode step, ms (n = {few} measured), and how far the simulated mean is from it, percent"
+report.table(shown.step_errors(rows), "step_errors", caption, workspace)
 
 # %% tags=["table"]
 caption = "decode step less that of demand pipelined, ms (mean over prompts, 95 % interval)"
@@ -271,8 +268,8 @@ Markdown(shown.answer(rows, base))
 # %% [markdown]
 # ## Limits
 #
-# Simulated steps are off by up to a tenth of the few measured ones, so differences below that are not resolved; their intervals cover
-# prompts only.
+# Simulated steps differ from the few measured ones by as much as the table above says, so smaller differences are not resolved; their
+# intervals cover prompts only.
 # One GPU and one link. Routes of the blocks are uniform draws, those of the steps are the embedded model's at OLMoE's expert sizes; weights
 # are random, which changes no time. Host-launched steps pay Python's launches, which a captured decode step would not. Presence in the
 # steps is that of an LRU cache; guesses do not stay in it.

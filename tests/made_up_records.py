@@ -6,7 +6,7 @@ import itertools
 
 from matplotlib import pyplot as plt
 
-from dualdeadline import paths, record, report, schedule
+from dualdeadline import paths, record, report, schedule, steps
 from dualdeadline.overlap import Setting
 from dualdeadline.report import check
 
@@ -178,6 +178,10 @@ def overlap(workspace) -> None:
                 other = f"{name}-demand_pipelined"
                 rows.add(other, "block_difference_ms", 0.01, "ms", "measured", -0.01, 0.02, n=200, **keys)
             guessed.add(name, "block_ms", ms * 1.01, "ms", "simulated", **keys)
+        for slots in (16, 32, 48):
+            case = steps.Case(name, slots).config()
+            rows.add(name, "step_ms", 10.0, "ms", "measured", n=3, **case)
+            guessed.add(name, "simulated_step_ms", 10.5, "ms", "simulated", 10.0, 11.0, n=12, **case)
         for slots in (16, 32, 48) if name != "demand_pipelined" else ():
             config = {"n": 24, "slots": slots}
             rows.add(f"{name}-demand_pipelined", "step_difference_ms", 0.1 * place, "ms", "measured", 0.05, 0.6, **config)

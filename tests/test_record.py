@@ -104,3 +104,33 @@ def test_committed_rows_are_whole(path):
         assert all(isinstance(json.loads(text), dict) for text in rows[column])
     key = ["model", "variant", "metric", "config", "scope", "machine"]
     assert not rows.duplicated(key).any(), rows[rows.duplicated(key)][key]
+
+
+def test_a_workspace_without_measurements_sees_the_committed_ones(workspace):
+    stage = "07_overlap"
+    committed = record.load(paths.RECORDS / f"{stage}.csv")
+    measured = (committed.kind == "measured").sum()
+    assert measured and len(record.read(workspace, stage)) == measured
+    made = recorder(workspace, stage=stage)
+    made.add("demand_serial", "block_ms", 1.0, "ms", "simulated")
+    made.write()
+    assert record.read(workspace, stage).kind.value_counts().to_dict() == {"measured": measured, "simulated": 1}
+    made = recorder(workspace, stage=stage)
+    made.add("demand_serial", "block_ms", 1.0, "ms", "measured")
+    made.write()
+    assert len(record.read(workspace, stage)) == 1
+
+
+def test_a_part_measured_here_leaves_the_other_parts(workspace, monkeypatch):
+    """A GPU stage may be measured in parts: one machine's steps do not hide another's blocks."""
+    monkeypatch.setattr(paths, "RECORDS", workspace.records)
+    description = machine.known()["nvidia-h200"]
+    there = dict(machine_id="nvidia-h200", description=description, versions="", commit="", time="")
+    row = dict(variant="a", median=1.0, unit="ms", kind="measured")
+    for part in ("blocks", "steps"):
+        found = [row | {"metric": part}]
+        record.import_rows("07_overlap", "pilot-olmoe", "r", workspace, found, scope={"part": part}, **there)
+    own = record.Recorder("07_overlap", "pilot-olmoe", "r", workspace, {"part": "steps"})
+    own.add("a", "steps", 2.0, "ms", "measured")
+    own.write()
+    assert dict(record.read(workspace, "07_overlap")[["metric", "median"]].values) == {"blocks": 1.0, "steps": 2.0}

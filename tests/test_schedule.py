@@ -8,6 +8,7 @@ import torch
 from dualdeadline import overlap, schedule, simulate, streams
 from dualdeadline.cost import CostModel, TransferModel
 from dualdeadline.schedule import COMPONENTS, Compute, Copy, Layer, Route, Schedule
+from dualdeadline.streams import probes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,10 +142,21 @@ def test_demand_goes_before_speculation():
     ((Compute(0, "gate_up", (1,)),), "not there"),
     ((Copy(0, 1, "down", 4), Compute(0, "down", (1,), (0,))), "before its gate/up"),
     ((Compute(0, "up", (1,)),), "stage is 'up'"),
+    ((Compute(0, "combine", (1,)),), "before all of their downs"),
 ])
 def test_a_wrong_schedule_is_refused(ops, message):
     with pytest.raises(ValueError, match=message):
         Schedule("made up", ops)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"experts": ()}, "at least one"), ({"experts": (3, 3)}, "distinct"), ({"experts": (-1,)}, "none below 0"),
+    ({"present": frozenset({(1, "expert")})}, "present names"), ({"guesses": ((1, "up", 0.5),)}, "guess is"),
+    ({"guesses": ((1, "down", float("nan")),)}, "probability"), ({"guesses": ((1, "down", 2e9),)}, "probability"),
+])
+def test_a_wrong_layer_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Layer(**({"experts": (1, 2)} | wrong))
 
 
 def test_unknown_names_and_late_guesses_are_refused():
@@ -176,16 +188,29 @@ def test_execution_without_a_gpu_is_bitwise_resident(name, tokens):
     assert len(line.spans) == len(line.schedule.ops)
 
 
-def test_a_stage_that_is_left_out_shows():
-    """The check above can fail: without the down of one expert the output is not the resident one."""
+def test_the_check_of_bits_can_fail(monkeypatch):
+    """A copy that does not arrive leaves NaN in its slot."""
     work = streams.Work(SHAPE, layers=1, tokens=1, top_k=2, kernels="torch")
-    expected, whole = work.resident(0), overlap.block(work, "staged_pipelined", 0, 0)
-    lost = next(place for place, op in enumerate(whole.ops) if isinstance(op, Compute) and op.stage == "down")
-    ops = [dataclasses.replace(op, needs=tuple(n - (n > lost) for n in op.needs if n != lost))
-           for place, op in enumerate(whole.ops) if place != lost]
-    work.forget(0, ())
-    streams.run(Schedule("lossy", tuple(ops)), work)
-    assert not torch.equal(work.out[0], expected)
+    lost, whole = work.experts(0)[1], streams.Work.copy
+    monkeypatch.setattr(streams.Work, "copy", lambda self, op: whole(self, op) if op.expert != lost else None)
+    with pytest.raises(AssertionError, match="values differ"):
+        overlap.check(work, overlap.Setting(1, 2, "torch", "streams", ready=(0,)))
+
+
+def test_a_copy_outside_its_layer_or_of_other_bytes_is_refused():
+    work = streams.Work(SHAPE, layers=2, tokens=1, top_k=2, kernels="torch")
+    size = work.shape.component_bytes["down"]
+    for copy in (Copy(0, 8, "down", size), Copy(2, 0, "down", size), Copy(0, 0, "down", size + 1)):
+        with pytest.raises(ValueError, match="does not fit"):
+            work.prepare(Schedule("made up", (copy,)))
+
+
+@pytest.mark.parametrize("stage", [*probes.STAGES, "before"])
+def test_what_times_a_launch_can_run(stage):
+    """The schedule whose issue is timed on a GPU; here on threads."""
+    work = streams.Work(SHAPE, layers=2, tokens=1, top_k=2, kernels="torch")
+    plan = probes.repeated(work, stage, work.experts(0) if stage != "before" else ())
+    assert sum(getattr(op, "stage", "") == stage for op in streams.run(plan, work).schedule.ops) >= 8
 
 
 def test_speculation_is_executed_and_cancelled():

@@ -64,8 +64,10 @@ def test_threshold_keeps_sure_guesses_only(recorded):
 
 
 def test_file_round_trip_and_damage(recorded, tmp_path):
-    path = recorded.save(tmp_path / "steps.safetensors")
-    back = steps.Steps.load(path, BIG)
+    path = recorded.save(tmp_path / "steps.safetensors", seed=1)
+    back = steps.Steps.load(path, BIG, seed=1)
+    with pytest.raises(ValueError, match="was made for"):
+        steps.Steps.load(path, BIG, seed=2)
     assert np.array_equal(back.routes, recorded.routes) and np.array_equal(back.rows, recorded.rows)
     assert back.experts == 8 and np.array_equal(back.scores["oracle", 1], recorded.scores["oracle", 1])
     path.write_bytes(path.read_bytes()[:100])

@@ -28,6 +28,24 @@ STEPS = 32  # predictor steps in a graph
 BLOCKS = 12  # blocks in a graph: with 6 layers and routes of their own, 1 GiB of weights between two uses
 
 
+def everything(
+    shapes: Sequence[Shape], tokens: Sequence[int], top_k: int, programs: Sequence[int], samples: int, seed: int = 0
+) -> list[dict]:
+    """Rows of all that this module times, for each shape, after a check of the expert kernels.
+
+    Raises:
+        AssertionError: a kernel's output is off by more than rounding explains, or differs between equal tiles.
+    """
+    rows = [copy_rate()]
+    for shape in shapes:
+        blocks = Blocks(shape, seed=seed)
+        worst = check(blocks.inputs(1, top_k), ways(shape))
+        assert worst < 0.02, f"{shape.name}: off by {worst:.3f} of the largest output"
+        rows += resident(blocks, tokens, top_k, samples) + fetches(shape, programs, top_k, samples // 4)
+        rows += predictors(shape, samples)
+    return rows
+
+
 def copy_rate(samples: int = 30, mib: int = 1024) -> dict:
     """Device-to-device copy, bytes read and written per second: the ceiling of what reads memory."""
     source, there = (torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -223,10 +241,10 @@ def random_predictors(shape: Shape, layers: int, draw: torch.Generator) -> list:
         1.0,
     )
     made = [learned.SharedMLP(), gate_ahead.GateAhead(routers=routers), residual.ResidualGate(routers=routers)]
-    rank = (learned.shared_mlp_size(H, E, layers) - count * (6 * E + 2)) // (2 * H + count * E)
     for guide in made:
         guide.L, guide.E, guide.K, guide.H = layers, E, min(8, E), H
     made[0].table = made[0].initial(draw)
+    rank = made[2].affordable_rank(2 * H, 6)
     made[2].table = {
         "down": learned.dense(draw, 2 * H, rank),
         "up": learned.dense(draw, count, rank, E),

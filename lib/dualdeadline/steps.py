@@ -5,6 +5,7 @@ Slots are charged for speculation: with a budget of b experts the cache in front
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from dualdeadline import cache, manifest, metrics, schedule, simulate, streams
 from dualdeadline.cost import CostModel
-from dualdeadline.schedule import Layer, Schedule
+from dualdeadline.schedule import Copy, Layer, Schedule
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,12 @@ class Steps:
         self.rows, self.scores, self.bytes = np.asarray(rows), scores, component_bytes
         self._resident: dict[int, np.ndarray] = {}
 
-    def save(self, path: Path) -> Path:
-        """Everything but the bytes in one file, small enough to carry to the machine that measures."""
+    def save(self, path: Path, **made_for) -> Path:
+        """Everything but the bytes in one file, small enough to carry to the machine that measures.
+
+        Args:
+            made_for: what `load` has to ask for, such as corpus and seed.
+        """
         tensors = {
             f"{label}/{horizon}": torch.as_tensor(found).half().contiguous()
             for (label, horizon), found in self.scores.items()
@@ -105,23 +110,27 @@ class Steps:
             "rows": torch.as_tensor(self.rows),
         }
         with manifest.atomic(path) as temporary:
-            save_file(tensors, temporary, {"experts": str(self.experts)})
+            save_file(
+                tensors, temporary, {"experts": str(self.experts), "made_for": json.dumps(made_for, sort_keys=True)}
+            )
         return path
 
     @classmethod
-    def load(cls, path: Path, component_bytes) -> Steps:
-        """What `save` wrote.
+    def load(cls, path: Path, component_bytes, **made_for) -> Steps:
+        """What `save` wrote for the same `made_for`.
 
         Raises:
-            ValueError: the file is damaged or something else.
+            ValueError: the file is damaged, something else, or made for something else.
         """
         try:
             with safe_open(path, "np") as handle:
                 found = {name: handle.get_tensor(name) for name in handle.keys()}
-                experts = int(handle.metadata()["experts"])
+                experts, asked = int(handle.metadata()["experts"]), handle.metadata()["made_for"]
             own = {name: found.pop(name) for name in ("routes", "prompt", "rows")}
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} holds no decode steps ({error}); remove it and run the notebook again") from None
+        if json.loads(asked) != json.loads(json.dumps(made_for)) or own["routes"].max() >= experts:
+            raise ValueError(f"{path} was made for {asked}; needed: {json.dumps(made_for, sort_keys=True)}")
         scores = {
             (name.rsplit("/", 1)[0], int(name.rsplit("/", 1)[1])): value.astype(np.float32)
             for name, value in found.items()
@@ -203,14 +212,11 @@ def once(plan: Schedule, work: streams.Work) -> tuple[float, int]:
     lanes = streams.CudaLanes(work.device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    marks, cancelled = streams.issue(plan, work, lanes)
+    marks, _ = streams.issue(plan, work, lanes)
     end.record()  # the last computation; speculation that is still in flight is not waited for
     lanes.close()
-    gone = set(cancelled)
-    copied = sum(
-        op.bytes for place, op in enumerate(plan.ops) if place in marks and place not in gone and hasattr(op, "bytes")
-    )
-    return start.elapsed_time(end), copied
+    copied = [plan.ops[place] for place in marks if isinstance(plan.ops[place], Copy)]  # cancelled ones have no mark
+    return start.elapsed_time(end), sum(op.bytes for op in copied)
 
 
 def differences(found: pd.DataFrame, cases: Sequence[Case], resamples: int, seed: int) -> pd.DataFrame:

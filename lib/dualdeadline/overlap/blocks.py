@@ -74,13 +74,10 @@ def block(work: streams.Work, name: str, layer: int, ready: int) -> Schedule:
     return schedule.block(name, layer_plan(work.routes[layer], ready), work.shape.component_bytes, layer)
 
 
-def ideal(plan: Schedule) -> Timeline:
+def ideal(plan: Schedule, component_bytes) -> Timeline:
     """Timeline on a link of 50 GB/s and memory of 4000 GB/s, without fixed costs: to look at, not to quote."""
     reads = {stage: TransferModel(0.0, 1e3 / 4e12) for stage in ("gate_up", "down", "down_combine", "combine")}
-    sizes = {op.piece: op.bytes for op in plan.copies if op.piece != "expert"}
-    whole = next((op.bytes for op in plan.copies if op.piece == "expert"), 0)
-    sizes = {"gate_up": whole * 2 // 3, "down": whole // 3} | sizes
-    return simulate.run(plan, CostModel(TransferModel(0.0, 1e3 / 5e10), reads, sizes))
+    return simulate.run(plan, CostModel(TransferModel(0.0, 1e3 / 5e10), reads, component_bytes))
 
 
 def floor(plan: Schedule) -> Schedule:

@@ -50,39 +50,19 @@ def copy_rows(transfers: dict[bool, pd.DataFrame]) -> list[dict]:
 
 def install_rows(found: pd.DataFrame) -> list[dict]:
     """Rows of `probes.installs`."""
-    return [
-        dict(
-            variant=row.path,
-            metric="install_ms",
-            median=row.ms,
-            low=row.low,
-            high=row.high,
-            n=row.n,
-            unit="ms",
-            kind="measured",
-            config={"writes": row.writes},
-        )
-        for row in found.itertuples()
-    ]
+    return [_probed(row, row.path, "install_ms", writes=row.writes) for row in found.itertuples()]
 
 
 def window_rows(found: pd.DataFrame) -> list[dict]:
     """Rows of `windows.windows`."""
     names = {"before": "attention and router", "after": "experts"}
-    return [
-        dict(
-            variant=f"{names[row.part]}, {row.mode}",
-            metric="window_ms",
-            median=row.ms,
-            low=row.low,
-            high=row.high,
-            n=row.n,
-            unit="ms",
-            kind="measured",
-            config={"layer": row.layer},
-        )
-        for row in found.itertuples()
-    ]
+    return [_probed(row, f"{names[row.part]}, {row.mode}", "window_ms", layer=row.layer) for row in found.itertuples()]
+
+
+def _probed(row, variant: str, metric: str, **config) -> dict:
+    """A row from one of a probe's, which has ms, low, high and n."""
+    spread = {"median": row.ms, "low": row.low, "high": row.high, "n": row.n}
+    return dict(variant=variant, metric=metric, unit="ms", kind="measured", config=config, **spread)
 
 
 def span_rows(lines: dict[str, Timeline]) -> list[dict]:
@@ -142,11 +122,6 @@ def step_cost_rows(cost: CostModel) -> list[dict]:
     ]
 
 
-def _name(metric: str, kind: str) -> str:
-    """Simulated steps have metrics of their own: a verdict must never find them in the place of measured ones."""
-    return metric if kind == "measured" else f"simulated_{metric}"
-
-
 def step_rows(found: pd.DataFrame, cases: Sequence[steps.Case], kind: str, resamples: int, seed: int) -> list[dict]:
     """Mean step times, and differences from no prefetch and from demand_pipelined with two-level intervals."""
     by_case, out = found.set_index(["prompt", "row"]).groupby("case"), []
@@ -158,36 +133,19 @@ def step_rows(found: pd.DataFrame, cases: Sequence[steps.Case], kind: str, resam
     for row in ahead.itertuples():
         out.append(_step(cases[row.case], "prefetch_difference_ms", row.mean, row.low, row.high, row.n, kind))
     for row in steps.between(found, cases, "demand_pipelined", resamples, seed).itertuples():
-        case = cases[row.case]
-        config = {"slots": case.slots}
+        made = _step(cases[row.case], "step_difference_ms", row.mean, row.low, row.high, row.n, kind)
         out.append(
-            dict(
-                variant=f"{case.schedule}-demand_pipelined",
-                metric=_name("step_difference_ms", kind),
-                median=row.mean,
-                low=row.low,
-                high=row.high,
-                n=row.n,
-                unit="ms",
-                kind=kind,
-                config=config,
-            )
+            made | {"variant": f"{made['variant']}-demand_pipelined", "config": {"slots": cases[row.case].slots}}
         )
     return out
 
 
 def _step(case: steps.Case, metric: str, mean, low, high, n, kind, **more) -> dict:
-    return dict(
-        variant=case.predictor or case.schedule,
-        metric=_name(metric, kind),
-        median=mean,
-        low=low,
-        high=high,
-        n=n,
-        unit="ms",
-        kind=kind,
-        config=case.config() | more,
-    )
+    """A row of one case. Simulated steps have metrics of their own: a verdict must never find them in the place of
+    measured ones."""
+    metric = metric if kind == "measured" else f"simulated_{metric}"
+    said = dict(variant=case.predictor or case.schedule, metric=metric, unit="ms", kind=kind)
+    return said | dict(median=mean, low=low, high=high, n=n, config=case.config() | more)
 
 
 def agreement_rows(rows: pd.DataFrame, simulated: list[dict], resamples: int, seed: int) -> list[dict]:

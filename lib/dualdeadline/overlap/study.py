@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from dualdeadline import paths, schedule, simulate, steps, streams
 from dualdeadline.cost import CostModel
 from dualdeadline.overlap.blocks import Setting, block, layer_plan, measure, simulated_blocks
-from dualdeadline.overlap.rows import block_rows, cost_rows, simulated_rows
+from dualdeadline.overlap.rows import block_rows, cost_rows, simulated_rows, span_rows
 from dualdeadline.streams import probes
 from dualdeadline.timeline import Timeline
 
@@ -39,6 +39,26 @@ def run(
         cost = probes.calibrate(work, transfers, graphs)
         found = measure(work, setting, samples, budget_s if setting.tokens == 1 else many_s, seed)
         out += block_rows(work.shape.name, setting, found) + cost_rows(work.shape.name, setting, cost)
+    return out
+
+
+def run_shapes(
+    shapes: Sequence[streams.Shape],
+    plan: Sequence[Setting],
+    layers: int,
+    samples: int,
+    budget_s: float,
+    many_s: float,
+    transfers: pd.DataFrame,
+    seed: int = 0,
+) -> list[dict]:
+    """`run` for each shape on the GPU, and the timelines of the first shape's base setting; record rows."""
+    out = []
+    for shape in shapes:
+        work = streams.Work(shape, layers, device="cuda", seed=seed)
+        out += run(work, plan, samples, budget_s, many_s, transfers, seed)
+        if shape is shapes[0]:
+            out += span_rows(timelines(work, Setting()))
     return out
 
 
@@ -117,11 +137,20 @@ def steps_of(
     Kept in `<workspace>/steps.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
 
     Raises:
-        FileNotFoundError: neither traces nor that file are there.
+        FileNotFoundError: neither traces nor that file are there. ValueError: the file was made for something else.
     """
     path = workspace.base / "steps.safetensors"
+    made_for = dict(
+        corpus=corpus,
+        split=split,
+        labels=list(labels),
+        horizons=list(horizons),
+        prompts=prompts,
+        per_prompt=per_prompt,
+        seed=seed,
+    )
     if not (workspace.traces / corpus).exists() and path.exists():
-        return steps.Steps.load(path, component_bytes)
+        return steps.Steps.load(path, component_bytes, **made_for)
     from dualdeadline import replay, selection  # with dask behind them: not needed where only steps are measured
 
     store = str(paths.need(workspace.traces / corpus, "02_traces"))
@@ -134,9 +163,8 @@ def steps_of(
         for horizon in horizons:
             file = workspace.scores / fits.folder[label, horizon] / f"{corpus}.safetensors"
             scores[label, horizon] = replay.scores_of(str(file), len(routes))[rows]
-    found = steps.Steps(routes, prompt, experts, rows, scores, component_bytes)
-    found.save(path)
-    return found
+    steps.Steps(routes, prompt, experts, rows, scores, component_bytes).save(path, **made_for)
+    return steps.Steps.load(path, component_bytes, **made_for)  # rounded as on the machine that measures
 
 
 def timelines(work: streams.Work, setting: Setting, ready: int = 0) -> dict[str, Timeline]:

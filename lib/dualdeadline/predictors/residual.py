@@ -78,7 +78,8 @@ class ResidualGate(RouterAhead):
 
     def learn(self, trace, rows: Tensor, held: Tensor) -> None:
         sums, test = (self._sums(trace, part) for part in (rows, held))
-        found = [reduced_rank.solve(sums, self._rank(sums), ridge) for ridge in self.ridges]
+        rank = self.affordable_rank(sums.states.shape[-1], sums.experts.shape[-1])
+        found = [reduced_rank.solve(sums, rank, ridge) for ridge in self.ridges]
         self.table = min(found, key=lambda table: reduced_rank.error(test, table))
 
     def _sums(self, trace, rows: Tensor) -> reduced_rank.Sums:
@@ -91,8 +92,9 @@ class ResidualGate(RouterAhead):
             total = sums if total is None else total + sums
         return total
 
-    def _rank(self, sums: reduced_rank.Sums) -> int:
-        count, width, kinds = self.L - self.horizon, sums.states.shape[-1], sums.experts.shape[-1]
+    def affordable_rank(self, width: int, kinds: int) -> int:
+        """Columns of `down` for inputs of `width` and `kinds` factors per expert; see `rank` above."""
+        count = self.L - self.horizon
         left = shared_mlp_size(self.H, self.E, self.L) - count * (self.E * kinds + 2)
         return min(self.rank or max(1, left // (width + count * self.E)), width, count * self.E)
 

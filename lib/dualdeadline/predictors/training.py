@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adamw import adamw
 from tqdm.auto import tqdm
 
 from dualdeadline.predictors.base import membership
@@ -78,7 +77,7 @@ def train(predictor, trace, rows: Tensor, held: Tensor, labels: Tensor) -> None:
     """
     draw = torch.Generator().manual_seed(predictor.seed)
     weights = [value.requires_grad_() for value in predictor.table.values()]
-    optimizer = _AdamW(weights, predictor.decay)
+    optimizer = torch.optim.AdamW(weights, lr=predictor.rate, weight_decay=predictor.decay, fused=True)
     per_epoch = sum(math.ceil(len(part) / predictor.batch) for part in rows.split(BLOCK))
     steps, step = predictor.epochs * per_epoch, 0
     loss = _Loss(predictor)
@@ -86,8 +85,10 @@ def train(predictor, trace, rows: Tensor, held: Tensor, labels: Tensor) -> None:
     for _ in tqdm(range(predictor.epochs), desc=predictor.name, leave=False, disable=None):
         for block in torch.randperm(len(rows), generator=draw).split(BLOCK):
             for batch in ready(predictor, trace, rows[block], labels[block]).cut(predictor.batch):
-                gradients = torch.autograd.grad(loss(batch), weights)
-                optimizer.step(gradients, predictor.rate * _cycle(step / steps))
+                optimizer.param_groups[0]["lr"] = predictor.rate * _cycle(step / steps)
+                optimizer.zero_grad(set_to_none=True)
+                loss(batch).backward()
+                optimizer.step()
                 step += 1
         with torch.no_grad():
             parts = held.split(BLOCK)
@@ -95,20 +96,6 @@ def train(predictor, trace, rows: Tensor, held: Tensor, labels: Tensor) -> None:
         if now < best or not kept:
             best, kept = now, {key: value.detach().clone() for key, value in predictor.table.items()}
     predictor.table = kept
-
-
-class _AdamW:
-    """The steps of `torch.optim.AdamW(fused=True)`, whose class imports the compiler: seconds for every process."""
-
-    def __init__(self, weights: list[Tensor], decay: float):
-        self.weights, self.decay = weights, decay
-        self.means, self.squares = ([torch.zeros_like(value) for value in weights] for _ in range(2))
-        self.counts = [torch.zeros((), device=value.device) for value in weights]
-
-    @torch.no_grad()
-    def step(self, gradients: tuple[Tensor, ...], rate: float) -> None:
-        adamw(self.weights, list(gradients), self.means, self.squares, [], self.counts, fused=True, amsgrad=False,
-              beta1=0.9, beta2=0.999, lr=rate, weight_decay=self.decay, eps=1e-8, maximize=False)
 
 
 class _Loss:

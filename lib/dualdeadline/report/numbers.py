@@ -147,9 +147,16 @@ def _blocks(about: Subject) -> list[Number]:
         "simulator_worst": f"{graph.max():.1%}",
         "simulator_configurations": text.count(len(graph)),
         "simulator_median_all": f"{found['error'].abs().median():.1%}",
+        "step_error_worst": f"{_step_error(about):.0f}",
         "simulator_worst_all": f"{found['error'].abs().max():.1%}",
     }
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _step_error(about: Subject) -> float:
+    """Largest distance of a simulated decode step from a measured one, percent."""
+    errors = overlap.step_errors(about.rows("07_overlap", ["step_ms", "simulated_step_ms"]))
+    return float(errors.filter(like="off by").abs().max(axis=None))
 
 
 def _verdicts(about: Subject) -> list[Number]:

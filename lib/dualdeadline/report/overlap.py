@@ -22,10 +22,15 @@ def installs(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def spans(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By schedule, the recorded timeline as `lanes.draw` takes it; measured ones before simulated ones."""
+def span_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the timelines: the measured ones, or the simulated ones where none was measured."""
     part = rows[rows.metric == "span_ms"]
-    part = part[part.kind == part.kind.min()].rename(columns=lambda name: name.removeprefix("config."))
+    return part[part.kind == min(part.kind)]  # in the order of the alphabet
+
+
+def spans(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By schedule, the timeline of `span_rows` as `lanes.draw` takes it."""
+    part = rows.rename(columns=lambda name: name.removeprefix("config."))
     part = part.assign(end_ms=part.start_ms + part["median"], speculative=part.speculative.eq(True))
     return {name: found.sort_values("start_ms") for name, found in part.groupby("variant")}
 
@@ -54,7 +59,7 @@ def gaps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def cuts(rows: pd.DataFrame, setting: Setting, shape: str = "olmoe") -> dict[str, pd.DataFrame]:
     """Gaps along top_k and along tokens, all else as in `setting`, nothing ready; variants by their first name."""
-    rows = rows[(rows["config.ready"] == 0) & ~rows.variant.str.startswith("resident")]
+    rows = rows[rows["config.ready"] == 0]
     rows = rows.assign(variant=rows.variant.str.split("-").str[0])
     fixed = setting.config(shape)
     out = {}
@@ -95,12 +100,17 @@ def windows(rows: pd.DataFrame) -> pd.DataFrame:
     return part.groupby("variant")["median"].median().rename("ms").to_frame().rename_axis("part of a layer")
 
 
-def measured_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean measured step time of each schedule without prefetch, ms, by slots."""
-    part = rows[(rows.metric == "step_ms") & (rows.kind == "measured") & rows.variant.isin(schedule.NAMES)]
+def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measured step time of each schedule without prefetch, ms, and the simulated one's distance, %, by slots."""
+    part = rows[rows.metric.isin(["step_ms", "simulated_step_ms"]) & rows.variant.isin(schedule.NAMES)]
     part = part[part["config.budget"] == 0]
-    wide = part.pivot(index="variant", columns="config.slots", values="median").rename(index=look.label)
-    return wide.rename(columns=lambda slots: f"{slots:.0f} slots").rename_axis(None, axis=1).rename_axis("schedule")
+    wide = part.pivot(index="variant", columns=["config.slots", "kind"], values="median").rename(index=look.label)
+    out = {}
+    for slots in sorted(part["config.slots"].unique()):
+        found = wide[slots].dropna(axis=1) if slots in wide else wide
+        out[f"{slots:.0f} slots"] = found["measured"]
+        out[f"{slots:.0f}: off by, %"] = 100 * (found["simulated"] / found["measured"] - 1)
+    return pd.DataFrame(out).rename_axis("schedule")
 
 
 def prefetch(

@@ -68,7 +68,8 @@ class Schedule:
 
     Raises:
         ValueError: an unknown piece or stage, no bytes, a need that does not point backwards, a component that is
-            copied twice, or an expert stage that no copy or presence serves before it is listed.
+            copied twice, an expert stage that no copy or presence serves before it is listed, or a stage before
+            the one whose results it takes.
     """
 
     name: str
@@ -96,6 +97,8 @@ class Schedule:
     def _check_compute(self, place: int, op: Compute, done: set) -> None:
         if op.stage not in STAGES:
             raise ValueError(f"stage is {op.stage!r}; needed: one of {', '.join(STAGES)}")
+        if op.stage == "combine" and {(op.layer, "down", expert) for expert in op.experts} - done:
+            raise ValueError(f"operation {place} combines experts {op.experts} before all of their downs")
         component = {"gate_up": "gate_up", "down": "down", "down_combine": "down"}.get(op.stage)
         for expert in op.experts if component else ():
             if (op.layer, expert, component) not in self.present:
@@ -105,10 +108,9 @@ class Schedule:
                 if not served:
                     raise ValueError(f"operation {place} computes {component} of expert {expert} in layer {op.layer}, "
                                      "which is not there; needed: a copy among its needs")
-            if component == "down" and (op.layer, expert) not in done:
+            if component == "down" and (op.layer, "gate_up", expert) not in done:
                 raise ValueError(f"operation {place} computes down of expert {expert} before its gate/up")
-        if component == "gate_up":
-            done |= {(op.layer, expert) for expert in op.experts}
+        done |= {(op.layer, component, expert) for expert in op.experts}
 
     @property
     def copies(self) -> list[Copy]:

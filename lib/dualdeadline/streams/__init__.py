@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from dualdeadline.schedule import Compute, Copy, Route, Schedule
+from dualdeadline.streams.bench import graph
 from dualdeadline.streams.lanes import CudaLanes, Mark, ThreadLanes
 from dualdeadline.streams.work import OLMOE, QWEN, Shape, Work, distinct, draw_routes
 from dualdeadline.timeline import Span, Timeline
@@ -95,14 +94,10 @@ def capture(schedule: Schedule, work: Work, copy_streams: int = 1) -> Callable[[
     if any(isinstance(op, Route) for op in schedule.ops):
         raise ValueError(f"{schedule.name} waits for the host at a Route; needed: a block whose routes are known")
     work.prepare(schedule)
-    with torch.cuda.stream(torch.cuda.Stream(work.device)):  # kernels compile and libraries set up outside capture
-        lanes = CudaLanes(work.device)
-        issue(schedule, work, lanes)
-        lanes.join()
-    torch.cuda.synchronize(work.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def all_of_it() -> None:
         lanes = CudaLanes(work.device, copy_streams=copy_streams)
         issue(schedule, work, lanes)
         lanes.join()
-    return graph.replay
+
+    return graph(all_of_it)

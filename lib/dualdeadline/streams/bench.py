@@ -70,12 +70,6 @@ def _host_ms(variant: Variant, turn: int, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def spread(times: np.ndarray) -> dict:
-    """Median with 20 and 80 %, as keyword arguments of `Recorder.add`."""
-    low, median, high = np.percentile(times, (20, 50, 80))
-    return {"median": median, "low": low, "high": high, "n": len(times)}
-
-
 def graph(work: Callable[[], None]) -> Callable[[], None]:
     """`work` as a CUDA graph, after one run outside of it; returns the replay."""
     side = torch.cuda.Stream()

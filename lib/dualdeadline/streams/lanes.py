@@ -73,13 +73,6 @@ class CudaLanes:
             event.record(stream)
             self.streams[0].wait_event(event)
 
-    def now_ms(self) -> float:
-        """Time since the start, after all that is on the compute stream."""
-        event = self._event()
-        event.record(self.streams[0])
-        event.synchronize()
-        return self.begin.elapsed_time(event)
-
     def times(self, mark: Mark) -> tuple[float, float]:
         """Milliseconds from the start of the run at which an operation began and ended."""
         mark.end.synchronize()
@@ -130,9 +123,6 @@ class ThreadLanes:
     def times(self, mark: Mark) -> tuple[float, float]:
         start, end = mark.end.result()
         return 1e3 * (start - self.begin), 1e3 * (end - self.begin)
-
-    def now_ms(self) -> float:
-        return 1e3 * (time.perf_counter() - self.begin)
 
     def close(self) -> None:
         """Wait for what runs; an operation that failed raises here, with its own error."""

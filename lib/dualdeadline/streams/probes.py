@@ -104,7 +104,12 @@ def calibrate(work, transfers: pd.DataFrame, graphs: bool, samples: int = 30) ->
     Args:
         transfers: result of `copies` in CUDA graphs: what the link and the device need. The host's share is timed here.
         graphs: whether the schedules will run in CUDA graphs, where the host has no share.
+
+    Raises:
+        ValueError: a work of one layer: stages of the first wait for a copy of another.
     """
+    if work.layers < 2:
+        raise ValueError(f"the work has {work.layers} layer; needed: at least 2 to calibrate")
     bytes = work.shape.component_bytes
     behind = TransferModel.fit(transfers.size_bytes, np.maximum(transfers.behind_ms, 0))
     silent = float(np.median(np.maximum(transfers.alone_ms - transfers.behind_ms, 0)))
@@ -172,20 +177,21 @@ def _host(work) -> dict:
     issue = _issue_ms(work, Schedule("copies", tuple(copies), there))
     launches = {}
     for stage in STAGES:
-        spent = {number: _issue_ms(work, _repeated(stage, experts[:number])) for number in {1, len(experts)}}
+        spent = {number: _issue_ms(work, repeated(work, stage, experts[:number])) for number in {1, len(experts)}}
         launches[stage] = TransferModel.fit(*zip(*spent.items())) if len(spent) > 1 else TransferModel(spent[1], 0.0)
     if work.before:
-        launches["before"] = TransferModel(_issue_ms(work, _repeated("before", ())), 0.0)
+        launches["before"] = TransferModel(_issue_ms(work, repeated(work, "before", ())), 0.0)
     event = torch.cuda.Event()
     return {"issue_ms": issue, "launches": launches, "sync_ms": _each(lambda: (event.record(), event.synchronize()))}
 
 
-def _repeated(stage: str, experts: tuple[int, ...]) -> Schedule:
-    """One stage eight times, each waiting for the same copy, as a schedule's stages wait for theirs."""
+def repeated(work, stage: str, experts: tuple[int, ...]) -> Schedule:
+    """One stage of the first layer eight times, each waiting for the same copy, as a schedule's stages wait for theirs."""
     there = frozenset((0, expert, part) for expert in experts for part in ("gate_up", "down"))
-    other = Copy(1, 0, "down", 1 << 20)
-    first = (Compute(0, "gate_up", experts),) if "down" in stage else ()
-    return Schedule(stage, (other, *first, *[Compute(0, stage, experts, (0,))] * 8), there)
+    ops = [Copy(1, 0, "down", work.shape.component_bytes["down"])]
+    ops += [Compute(0, "gate_up", experts)] if stage in ("down", "down_combine", "combine") else []
+    ops += [Compute(0, "down", experts)] if stage == "combine" else []
+    return Schedule(stage, (*ops, *[Compute(0, stage, experts, (0,))] * 8), there)
 
 
 def _issue_ms(work, plan: Schedule) -> float:
