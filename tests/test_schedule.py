@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_known_makespans():
     assert times["staged_pipelined"] == pytest.approx(link + down / 10)
     assert times["staged_barrier"] == pytest.approx(link + 2 * down / 10)
     assert times["component_priority"] == pytest.approx(times["staged_pipelined"])
+
+
+def test_only_the_first_copy_pays_for_a_silent_link():
+    line = simulate.run(plan("demand_serial", (3, 5)), COST)
+    lengths = [span.end_ms - span.start_ms for span in line.lane("link")]
+    assert lengths == pytest.approx([LINK.ms(12 << 20) + COST.silent_ms, LINK.ms(12 << 20)])
 
 
 def test_component_priority_leaves_the_shortest_work_for_the_end():
@@ -213,7 +220,8 @@ def test_what_times_a_launch_can_run(stage):
     assert sum(getattr(op, "stage", "") == stage for op in streams.run(plan, work).schedule.ops) >= 8
 
 
-def test_speculation_is_executed_and_cancelled():
+def test_speculation_is_executed_and_cancelled(monkeypatch):
+    """The first wrong copy holds the link until the verdict is long there; those behind it must not begin."""
     work = streams.Work(SHAPE, layers=2, tokens=1, top_k=2, kernels="torch")
     sizes, routes = work.shape.component_bytes, [work.experts(layer) for layer in range(2)]
     wrong = [expert for expert in range(8) if expert not in routes[1]]
@@ -222,7 +230,12 @@ def test_speculation_is_executed_and_cancelled():
     expected = [work.resident(layer) for layer in range(2)]
     for layer in range(2):
         work.forget(layer, ())
+    verdict, whole = threading.Event(), streams.Work.copy
+    monkeypatch.setattr(streams.Work, "copy", lambda self, op: (op.expert in wrong and op.speculative and verdict.wait(5),
+                                                                whole(self, op)))
+    threading.Timer(1.0, verdict.set).start()
     line = streams.run(schedule.step("component_priority", layers, sizes), work)
+    assert len(line.cancelled) >= len(wrong) - 1
     assert all(torch.equal(work.out[layer], expected[layer]) for layer in range(2))
     copied = [line.schedule.ops[span.place] for span in line.lane("link")]
     assert sum(op.bytes for op in copied) == line.bytes

@@ -39,6 +39,14 @@ def test_presence_is_the_cache_before_the_token(recorded):
     assert not held[[0, 12]].any() and (held.sum(-1) <= 4).all()
 
 
+def test_speculation_takes_slots_from_the_cache(recorded):
+    row = int(recorded.rows[0])
+    there = recorded.schedule(steps.Case("component_priority", 6, "oracle", 1, 2), row).present
+    held = {(layer, expert) for layer, expert in np.argwhere(recorded.resident(4)[row]).tolist()}
+    assert {(layer, expert) for layer, expert, _ in there} == held
+    assert recorded.resident(6)[row].sum() > len(held)
+
+
 def test_right_guesses_help_and_wrong_ones_hurt(recorded):
     cases = [steps.Case("component_priority", 5), *(
         steps.Case("component_priority", 5, name, 1, 1, "expert") for name in ("oracle", "wrong"))]
