@@ -186,7 +186,7 @@ def _host(work) -> dict:
 
 
 def repeated(work, stage: str, experts: tuple[int, ...]) -> Schedule:
-    """One stage of the first layer eight times, each waiting for the same copy, as a schedule's stages wait for theirs."""
+    """One stage of the first layer eight times, each waiting for the same copy, as in a schedule for its own."""
     there = frozenset((0, expert, part) for expert in experts for part in ("gate_up", "down"))
     ops = [Copy(1, 0, "down", work.shape.component_bytes["down"])]
     ops += [Compute(0, "gate_up", experts)] if stage in ("down", "down_combine", "combine") else []
