@@ -18,8 +18,9 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 # pycosat has no wheels and serves one puzzle generator that the study never calls
 NEEDS_COMPILER = ("pycosat", "reasoning-gym")
 # what the study imports; compiled once at the end, unlike the rest of the packages
-IMPORTED = ("torch", "transformers.models.olmoe.modeling_olmoe", "pandas", "seaborn", "dask.distributed", "papermill",
-            "ipykernel.kernelapp", "jupytext", "nbclient", "pyarrow.parquet", "safetensors.torch")
+IMPORTED = (("torch", "transformers.models.olmoe.modeling_olmoe", "safetensors.torch"),
+            ("pandas", "seaborn", "dask.distributed", "pyarrow.parquet", "papermill", "ipykernel.kernelapp", "jupytext",
+             "nbclient"))  # side by side
 PLACEHOLDER = """def itersolve(*_):
     raise ImportError("pycosat was left out: it needs a C compiler and Python's headers")
 """
@@ -114,7 +115,8 @@ def install(python, folder):
     run([python, "-m", "ipykernel", "install"] + kernel)
     warm = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     print("Compiling what the notebooks import", flush=True)
-    subprocess.call([python, "-c", "import " + ", ".join(IMPORTED)], env=warm)
+    for started in [subprocess.Popen([python, "-c", "import " + ", ".join(names)], env=warm) for names in IMPORTED]:
+        started.wait()
 
 
 def run(command):

@@ -159,6 +159,8 @@ def _variant(work: streams.Work, plan, setting: Setting) -> Variant:
 
 def simulated_blocks(shape: streams.Shape, routes: torch.Tensor, setting: Setting, cost: CostModel) -> dict:
     """(ready, schedule) -> simulated milliseconds, the median over the layers of routes `[layers,N,K]`."""
+    if setting.tokens == 1:  # K distinct experts with one token each: all layers are alike
+        routes = routes[:1]
 
     def ms(name: str, layer: torch.Tensor, ready: int) -> float:
         return simulate.run(schedule.block(name, layer_plan(layer, ready), shape.component_bytes), cost).ms

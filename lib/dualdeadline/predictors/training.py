@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dualdeadline.predictors.base import membership
 
 BLOCK = 2048  # tokens whose inputs are made ready at once; mini-batches are cut from it
+SMALL_BYTES = 2**27  # of all float32 inputs of a fit; two fits run side by side, each with as much again in targets
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Batch:
     rank: Tensor
     teacher: Tensor
     routed: int
+
+    def take(self, rows: Tensor) -> Batch:
+        """The batch of some rows N."""
+        inputs = {key: value[:, rows] for key, value in self.inputs.items()}
+        return Batch(inputs, self.rank[:, rows], self.teacher[:, rows], self.routed)
 
     def cut(self, size: int):
         """Mini-batches of `size` tokens."""
@@ -82,20 +88,27 @@ def train(predictor, trace, rows: Tensor, held: Tensor, labels: Tensor) -> None:
     steps, step = predictor.epochs * per_epoch, 0
     loss = _Loss(predictor)
     kept, best = {}, math.inf
+    held_batches = [ready(predictor, trace, part, part) for part in held.split(BLOCK)]
+    whole = ready(predictor, trace, rows, labels) if _is_small(trace, rows) else None
     for _ in tqdm(range(predictor.epochs), desc=predictor.name, leave=False, disable=None):
         for block in torch.randperm(len(rows), generator=draw).split(BLOCK):
-            for batch in ready(predictor, trace, rows[block], labels[block]).cut(predictor.batch):
+            made = whole.take(block) if whole else ready(predictor, trace, rows[block], labels[block])
+            for batch in made.cut(predictor.batch):
                 optimizer.param_groups[0]["lr"] = predictor.rate * _cycle(step / steps)
                 optimizer.zero_grad(set_to_none=True)
                 loss(batch).backward()
                 optimizer.step()
                 step += 1
         with torch.no_grad():
-            parts = held.split(BLOCK)
-            now = sum(float(loss(ready(predictor, trace, part, part))) * len(part) for part in parts)
+            now = sum(float(loss(batch)) * batch.rank.shape[1] for batch in held_batches)
         if now < best or not kept:
             best, kept = now, {key: value.detach().clone() for key, value in predictor.table.items()}
     predictor.table = kept
+
+
+def _is_small(trace, rows: Tensor) -> bool:
+    """Whether the inputs of all rows fit into memory at once, and need not be made anew in every epoch."""
+    return rows.numel() * trace.router_input[0].numel() * 4 <= SMALL_BYTES
 
 
 class _Loss:

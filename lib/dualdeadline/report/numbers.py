@@ -156,7 +156,7 @@ def _blocks(about: Subject) -> list[Number]:
 def _step_error(about: Subject) -> float:
     """Largest distance of a simulated decode step from a measured one, percent."""
     errors = overlap.step_errors(about.rows("07_overlap", ["step_ms", "simulated_step_ms"]))
-    return float(errors.filter(like="off by").abs().max(axis=None))
+    return float(errors.xs("off by, %", axis=1, level=1).abs().max(axis=None))
 
 
 def _verdicts(about: Subject) -> list[Number]:

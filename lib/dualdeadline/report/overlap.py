@@ -101,16 +101,17 @@ def windows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Measured step time of each schedule without prefetch, ms, and the simulated one's distance, %, by slots."""
+    """Measured step time of each schedule without prefetch, ms, and the simulated one's distance, %, by slots.
+
+    Slots that only one of the two has are left out.
+    """
     part = rows[rows.metric.isin(["step_ms", "simulated_step_ms"]) & rows.variant.isin(schedule.NAMES)]
-    part = part[part["config.budget"] == 0]
-    wide = part.pivot(index="variant", columns=["config.slots", "kind"], values="median").rename(index=look.label)
-    out = {}
-    for slots in sorted(part["config.slots"].unique()):
-        found = wide[slots].dropna(axis=1) if slots in wide else wide
-        out[f"{slots:.0f} slots"] = found["measured"]
-        out[f"{slots:.0f}: off by, %"] = 100 * (found["simulated"] / found["measured"] - 1)
-    return pd.DataFrame(out).rename_axis("schedule")
+    part = part[part["config.budget"] == 0].rename(columns={"config.slots": "slots"})
+    wide = part.pivot(index=["variant", "slots"], columns="kind", values="median").dropna()
+    wide = wide.assign(error=100 * (wide.simulated / wide.measured - 1))[["measured", "error"]]
+    wide = wide.rename(columns={"measured": "ms", "error": "off by, %"}).unstack("slots").swaplevel(axis=1)
+    wide = wide.sort_index(axis=1).rename(index=look.label).rename_axis("schedule").rename_axis([None, None], axis=1)
+    return wide.rename(columns=lambda slots: f"{slots:.0f} slots", level=0)
 
 
 def prefetch(
