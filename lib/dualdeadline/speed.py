@@ -134,16 +134,18 @@ def check(inputs: Sequence[tuple], tiles: Mapping[str, experts.Tiles]) -> float:
 def resident(blocks: Blocks, tokens: Sequence[int], top_k: int, samples: int) -> list[dict]:
     """Rows of one block's time by implementation and tokens, and of the ratio that H4 asks for.
 
-    transformers' eager loop looks at the routes on the host and cannot be captured; the others are timed in a graph.
+    transformers' eager loop looks at the routes on the host and cannot be captured: it runs one block at a time. The
+    others are timed in a graph.
     """
     rows = []
     for count in tokens:
         inputs = blocks.inputs(count, top_k)
         named = ways(blocks.shape) if count == 1 else {"fused": None}
         variants = {name: _captured(fused(inputs, found)) for name, found in named.items()}
-        for name in STOCK:
-            variants[name] = _host(stock(inputs, name)) if name == "eager" else _captured(stock(inputs, name))
-        found = {name: times / BLOCKS for name, times in interleaved(variants, samples).items()}
+        variants |= {name: _captured(stock(inputs, name)) for name in STOCK if name != "eager"}
+        variants["eager"] = _in_turns([stock([one], "eager") for one in inputs])
+        found = interleaved(variants, samples)
+        found = {name: times / (1 if name == "eager" else BLOCKS) for name, times in found.items()}
         config = {"shape": blocks.shape.name, "tokens": count, "top_k": top_k}
         bytes = np.mean([len(ids.unique()) for _, _, ids, _ in inputs]) * blocks.shape.component_bytes["expert"]
         for name, times in found.items():
@@ -164,15 +166,8 @@ def ratio(found: Mapping[str, np.ndarray], resamples: int = 2000, seed: int = 0)
     low, high = np.percentile(np.divide(a, b), (2.5, 97.5))
     middle = np.median(found["fused"]) / np.median(found[fastest])
     return dict(
-        variant="fused-transformers",
-        metric="block_time_ratio",
-        median=middle,
-        low=low,
-        high=high,
-        n=len(found["fused"]),
-        unit="ratio",
-        kind="measured",
-        config={"against": fastest},
+        variant="fused-transformers", metric="block_time_ratio", median=middle, low=low, high=high,
+        n=len(found["fused"]), unit="ratio", kind="measured", config={"against": fastest},
     )
 
 
@@ -204,9 +199,9 @@ def _captured(work: Callable[[], object]) -> Variant:
     return Variant(lambda turn: replay(), queued=True)
 
 
-def _host(work: Callable[[], object]) -> Variant:
-    work()
-    return Variant(lambda turn: work())
+def _in_turns(works: Sequence[Callable[[], object]]) -> Variant:
+    works[0]()
+    return Variant(lambda turn: works[turn % len(works)]())
 
 
 def predictors(shape: Shape, samples: int, layers: int = 16, seed: int = 0) -> list[dict]:
@@ -257,21 +252,25 @@ def random_predictors(shape: Shape, layers: int, draw: torch.Generator) -> list:
 
 
 def _torch_ways(guide, states: Tensor) -> dict[str, Variant]:
-    """Eager, compiled, and eager in a CUDA graph."""
+    """Eager, eager in a CUDA graph, and compiled; the last for one layer's steps, since each layer compiles anew."""
     online = guide.online()
     ids = torch.zeros(1, guide.K, dtype=torch.long, device="cuda")
-    looks = [online.view(turn % (guide.L - 1), state.float()[None], ids) for turn, state in enumerate(states)]
 
-    def steps(score) -> None:
-        for look in looks:
+    def steps(score, layers: int = guide.L - 1) -> None:
+        for look in looks[layers]:
             score(look).topk(8)
+
+    looks = {
+        layers: [online.view(turn % layers, state.float()[None], ids) for turn, state in enumerate(states)]
+        for layers in (1, guide.L - 1)
+    }
 
     with torch.no_grad():
         compiled = torch.compile(guide.probabilities, dynamic=False)
         eager = functools.partial(steps, guide.probabilities)
-        ways = {"eager": _host(eager), "eager in a graph": _captured(eager)}
+        ways = {"eager": _in_turns([eager]), "eager in a graph": _captured(eager)}
         try:
-            ways["compiled in a graph"] = _captured(lambda: steps(compiled))
+            ways["compiled in a graph"] = _captured(lambda: steps(compiled, 1))
         except Exception as error:  # what the compiler refuses is no result, and no reason to lose the others
             print(f"torch.compile of {guide.name}: {type(error).__name__}")
     return ways

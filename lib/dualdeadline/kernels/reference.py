@@ -20,9 +20,10 @@ SIGMOID = 2.0**-20  # relative error of exp2.approx and the division after it, g
 
 def _gather(bank: Tensor, slots: Tensor) -> Tensor:
     """Float32 copies of the slots' components [N,K,...]; zeros where a slot is out of range."""
-    bank, slots = bank.detach().cpu().float(), slots.cpu().long()
+    bank, slots = bank.detach(), slots.long().to(bank.device)
     valid = (slots >= 0) & (slots < len(bank))
-    return bank[slots.where(valid, 0)].where(valid[..., None, None], torch.tensor(0.0))
+    chosen = bank[slots.where(valid, 0)].cpu().float()
+    return chosen.where(valid.cpu()[..., None, None], torch.tensor(0.0))
 
 
 def gate_up_reference(x: Tensor, bank: Tensor, slots: Tensor) -> Tensor:
