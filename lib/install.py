@@ -21,6 +21,7 @@ NEEDS_COMPILER = ("pycosat", "reasoning-gym")
 IMPORTED = (("torch", "transformers.models.olmoe.modeling_olmoe", "safetensors.torch"),
             ("pandas", "seaborn", "dask.distributed", "pyarrow.parquet", "papermill", "ipykernel.kernelapp", "jupytext",
              "nbclient"))  # side by side
+LARGE = ("torch", "triton", "transformers", "tokenizers", "safetensors")  # half of the time
 PLACEHOLDER = """def itersolve(*_):
     raise ImportError("pycosat was left out: it needs a C compiler and Python's headers")
 """
@@ -95,10 +96,36 @@ def install_without_compiler(python, folder, pip):
     reduced = os.path.join(folder, "without-compiler.txt")
     with open(reduced, "w") as handle:
         handle.write(text.replace("-c constraints", "-c " + os.path.join(LIB, "constraints")))
-    run(pip + ["-r", reduced])
+    install_lock(pip, folder, reduced)
     run(pip + ["--no-deps"] + alone)
     with open(os.path.join(path_of(python, "purelib"), "pycosat.py"), "w") as handle:
         handle.write(PLACEHOLDER)
+
+
+def two_parts(lock):
+    """Lines of the lock as two lists that take about as long: five large packages and a third of the rest, the others."""
+    lines = [line for line in lock.splitlines() if "==" in line and not line.startswith(("#", "-"))]
+    large = [line for line in lines if re.split("[=;@ ]", line)[0].lower() in LARGE]
+    rest = [line for line in lines if line not in large]
+    return large + rest[::3], rest[1::3] + rest[2::3]
+
+
+def install_lock(pip, folder, lock):
+    """Two halves of the lock side by side, then what pip finds missing, such as the CUDA libraries of a GPU build."""
+    with open(lock) as handle:
+        parts = two_parts(handle.read())
+    running = []
+    for number, lines in enumerate(parts):
+        name = os.path.join(folder, "part%d.txt" % (number + 1))
+        with open(name, "w") as handle:
+            handle.write("\n".join(lines) + "\n")
+        command = pip + ["--no-deps"] + ["--quiet"] * number + ["-r", name]
+        running.append((command, subprocess.Popen(command)))
+    for command, started in running:
+        started.wait()
+    for command, started in running:
+        check(command, started.returncode)
+    run(pip + ["--quiet", "-r", lock])
 
 
 def install(python, folder):
@@ -106,7 +133,7 @@ def install(python, folder):
     # compiling every module of every package takes longer than all else; what is imported compiles itself once
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
     if can_compile(python):
-        run(pip + ["-r", os.path.join(LIB, "requirements.lock")])
+        install_lock(pip, folder, os.path.join(LIB, "requirements.lock"))
     else:
         install_without_compiler(python, folder, pip)
     run(pip + ["--no-deps", "--no-build-isolation", "--quiet", "-e", LIB])
@@ -121,7 +148,12 @@ def install(python, folder):
 
 def run(command):
     """Run a command; if it fails, stop with what to do."""
-    if subprocess.call(command) != 0:
+    check(command, subprocess.call(command))
+
+
+def check(command, status):
+    """Stop with what to do if a command ended with another status than 0."""
+    if status != 0:
         sys.exit("Failed: %s\nWhat is there is kept; the same make command goes on." % " ".join(command))
 
 

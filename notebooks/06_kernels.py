@@ -111,11 +111,11 @@ print(copied)
 # Graphs hold twelve blocks with experts of their own, so neither a launch nor the L2 cache flatters anyone; variants run in random order.
 
 # %%
-recorder = record.Recorder("06_kernels", model, models.revision(model), workspace)
 if on_gpu:
-    used = [sizes[name] for name in shapes]
-    overlap.add(recorder, speed.everything(used, tokens, top_k, programs, samples, seed))
-    recorder.write();
+    for part, found in speed.everything([sizes[name] for name in shapes], tokens, top_k, programs, samples, seed):
+        recorder = record.Recorder("06_kernels", model, models.revision(model), workspace, {"part": part})
+        overlap.add(recorder, found)
+        recorder.write()
 
 # %%
 rows = record.read(workspace, "06_kernels", model)

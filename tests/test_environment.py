@@ -172,6 +172,12 @@ def test_unfinished_or_other_environment_is_made_again(installer, tmp_path):
     assert not installer.up_to_date(str(tmp_path), "another lock")
 
 
+def test_both_halves_of_the_lock_are_the_lock(installer):
+    parts = installer.two_parts(LOCK.read_text())
+    names = [canonicalize_name(Requirement(line).name) for part in parts for line in part]
+    assert sorted(names) == sorted(pins()) and min(map(len, parts)) > len(names) // 4
+
+
 def test_without_compiler_only_one_package_is_missing(installer):
     text, alone = installer.without_compiler(LOCK.read_text())
     assert [Requirement(line).name for line in alone] == ["reasoning-gym"]

@@ -7,7 +7,7 @@ each, and a time is the graph's over their number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,25 +25,26 @@ from dualdeadline.streams.bench import Variant, graph, interleaved
 
 STOCK = ("eager", "batched_mm", "grouped_mm")  # transformers' experts implementations
 STEPS = 32  # predictor steps in a graph
+SECONDS = 8.0  # for one number of tokens; variants that are slow then have fewer samples, at least 20
 BLOCKS = 12  # blocks in a graph: with 6 layers and routes of their own, 1 GiB of weights between two uses
 
 
 def everything(
     shapes: Sequence[Shape], tokens: Sequence[int], top_k: int, programs: Sequence[int], samples: int, seed: int = 0
-) -> list[dict]:
-    """Rows of all that this module times, for each shape, after a check of the expert kernels.
+) -> Iterator[tuple[str, list[dict]]]:
+    """Parts of all that this module times, as (name, rows), for each shape, after a check of the expert kernels.
 
     Raises:
         AssertionError: a kernel's output is off by more than rounding explains, or differs between equal tiles.
     """
-    rows = [copy_rate()]
+    yield "copy", [copy_rate()]
     for shape in shapes:
         blocks = Blocks(shape, seed=seed)
         worst = check(blocks.inputs(1, top_k), ways(shape))
         assert worst < 0.02, f"{shape.name}: off by {worst:.3f} of the largest output"
-        rows += resident(blocks, tokens, top_k, samples) + fetches(shape, programs, top_k, samples // 4)
-        rows += predictors(shape, samples)
-    return rows
+        yield f"predictors, {shape.name}", predictors(shape, samples)
+        yield f"fetch, {shape.name}", fetches(shape, programs, top_k, samples // 4)
+        yield f"experts, {shape.name}", resident(blocks, tokens, top_k, samples)
 
 
 def copy_rate(samples: int = 30, mib: int = 1024) -> dict:
@@ -144,7 +145,7 @@ def resident(blocks: Blocks, tokens: Sequence[int], top_k: int, samples: int) ->
         variants = {name: _captured(fused(inputs, found)) for name, found in named.items()}
         variants |= {name: _captured(stock(inputs, name)) for name in STOCK if name != "eager"}
         variants["eager"] = _in_turns([stock([one], "eager") for one in inputs])
-        found = interleaved(variants, samples)
+        found = interleaved(variants, samples, budget_s=SECONDS)
         found = {name: times / (1 if name == "eager" else BLOCKS) for name, times in found.items()}
         config = {"shape": blocks.shape.name, "tokens": count, "top_k": top_k}
         bytes = np.mean([len(ids.unique()) for _, _, ids, _ in inputs]) * blocks.shape.component_bytes["expert"]
@@ -222,19 +223,11 @@ def predictors(shape: Shape, samples: int, layers: int = 16, seed: int = 0) -> l
     return rows
 
 
-def random_predictors(shape: Shape, layers: int, draw: torch.Generator) -> list:
+def random_predictors(shape: Shape, layers: int, draw: torch.Generator, device="cuda") -> list:
     """A SharedMLP, a GateAhead and a ResidualGate of the same size, with random numbers in their tables."""
     E, H, count = shape.E, shape.H, layers - 1
-    routers = Routers(
-        torch.randn(layers, E, H, generator=draw) * H**-0.5,
-        None,
-        torch.ones(layers, H),
-        None,
-        1e-5,
-        "softmax",
-        False,
-        1.0,
-    )
+    weight = (torch.randn(layers, E, H, generator=draw) * H**-0.5).to(device)
+    routers = Routers(weight, None, torch.ones(layers, H, device=device), None, 1e-5, "softmax", False, 1.0)
     made = [learned.SharedMLP(), gate_ahead.GateAhead(routers=routers), residual.ResidualGate(routers=routers)]
     for guide in made:
         guide.L, guide.E, guide.K, guide.H = layers, E, min(8, E), H
@@ -247,7 +240,7 @@ def random_predictors(shape: Shape, layers: int, draw: torch.Generator) -> list:
     }
     for guide in made:
         guide.table |= {"slope": torch.ones(count), "offset": torch.zeros(count)}
-        guide.table = {name: value.cuda() for name, value in guide.table.items()}
+        guide.table = {name: value.to(device) for name, value in guide.table.items()}
     return made
 
 
