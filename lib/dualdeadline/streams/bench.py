@@ -71,7 +71,7 @@ def _host_ms(variant: Variant, turn: int, device: torch.device) -> float:
 
 
 def graph(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` as a CUDA graph, after one run outside of it; returns the replay."""
+    """`work` as a CUDA graph, after one run outside of it; returns the replay, which keeps `work` and its buffers."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -80,4 +80,9 @@ def graph(work: Callable[[], None]) -> Callable[[], None]:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=side):
         work()
-    return captured.replay
+
+    def replay() -> None:
+        captured.replay()
+
+    replay.keeps = work  # the graph reads memory that it does not own
+    return replay
