@@ -1,0 +1,138 @@
+"""What stands where in a wire record.
+
+A bfloat16 value is a sign, 8 bits of exponent and 7 of mantissa. Sign and mantissa look random and travel as they are,
+a byte each; the exponent of nearly all values of a component is one of a few, and travels as a code of `bits` bits. The
+last code means that a 4-bit code of the next 15 exponents stands in the list of escapes, and that list's last code
+that the value itself stands in the list of patches.
+
+    header    512 bytes, little-endian int32 words (the names below)
+    starts    int32 per block of 2,048 values: escapes before it; -1 - that if it holds a patched value
+    body      per block: `bits` bit planes of 256 bytes, then 2,048 bytes of sign and mantissa
+    escapes   4 bits each, low half first
+    patches   int32 positions, ascending, then their 16-bit values
+
+Blocks have one size, so every program of a GPU finds its own bytes at once; sections start at multiples of 16 bytes and
+a record ends at a multiple of 4,096, so that records read from a file with O_DIRECT. A component that would not get
+smaller, and every dtype but bfloat16, travels raw behind the same header.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 2048  # values
+BITS = (2, 3, 4)  # widths of the first code that can be written
+HEADER = 512  # bytes
+ALIGN = 4096  # bytes; records end at a multiple
+MAGIC = (0x49574444, 0x00004552)  # "DDWIRE" and two zeros
+VERSION = 1
+DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+DIMS = 8  # dimensions of a tensor at most
+# int32 words of the header
+WORDS = ("magic0", "magic1", "version", "dtype", "bits", "dims", "count", "bytes", "starts", "body", "escapes",
+         "patches", "patch_count", "escape_count", "payload_sum", "header_sum")
+SHAPE, FIRST, SECOND = 16, 32, 40  # words where the shape and the two tables of exponents (int16, shifted by 7) stand
+TABLE = 16  # places in each table
+
+
+@dataclass(frozen=True)
+class WireRecord:
+    """One component as it crosses the link.
+
+    Attributes:
+        data: uint8 `[nbytes]` on the CPU.
+    """
+
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes that cross the link, header and padding included."""
+        return self.data.numel()
+
+    @property
+    def header(self) -> dict[str, int]:
+        """The header's words by name."""
+        return dict(zip(WORDS, self.words().tolist()))
+
+    def words(self) -> np.ndarray:
+        """The header as int32 `[128]`."""
+        return self.data[:HEADER].numpy().view(np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.words()[SHAPE : SHAPE + self.header["dims"]].tolist())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.header["dtype"]]
+
+    @property
+    def raw(self) -> bool:
+        """Whether the values travel as they are."""
+        return self.header["bits"] == 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the record per value; inf if there is none."""
+        count = self.header["count"]
+        return 8 * self.nbytes / count if count else float("inf")
+
+    def verify(self, name: str = "record") -> WireRecord:
+        """Itself, if header and checksums are right.
+
+        Raises:
+            ValueError: too short, foreign, of another version, truncated or altered; the text names `name`.
+        """
+        if self.data.numel() < HEADER:
+            raise ValueError(f"{name} has {self.data.numel()} bytes; needed: at least a header of {HEADER}")
+        found = self.header
+        if (found["magic0"], found["magic1"]) != MAGIC:
+            raise ValueError(f"{name} is no wire record: it starts with {bytes(self.data[:8].tolist())!r}")
+        if found["version"] != VERSION:
+            raise ValueError(f"{name} has version {found['version']}; needed: {VERSION}")
+        if found["header_sum"] != header_sum(self.words()):
+            raise ValueError(f"{name} has an altered header; needed: checksum {found['header_sum'] & 0xFFFFFFFF:08x}")
+        if found["bytes"] != self.nbytes:
+            raise ValueError(f"{name} has {self.nbytes} bytes; needed: {found['bytes']} (truncated, or glued to more)")
+        if found["payload_sum"] != checksum(self.data[HEADER:].numpy()):
+            raise ValueError(f"{name} is altered: its payload does not match its checksum")
+        return self
+
+
+def checksum(data: np.ndarray) -> int:
+    """CRC-32 of bytes as a signed 32-bit number."""
+    return int(np.uint32(zlib.crc32(data)).astype(np.int32))
+
+
+def header_sum(words: np.ndarray) -> int:
+    """CRC-32 of a header with its own place at 0."""
+    words = words.copy()
+    words[WORDS.index("header_sum")] = 0
+    return checksum(words.view(np.uint8))
+
+
+def align(size: int, to: int = 16) -> int:
+    """The next multiple of `to`."""
+    return -(-size // to) * to
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes of one block in the body."""
+    return BLOCK + bits * BLOCK // 8
+
+
+def layout(count: int, bits: int, escapes: int, patches: int) -> dict[str, int]:
+    """Byte offsets of the sections and the whole size (`bytes`) of a coded record; raw at `bits` 0."""
+    if bits == 0:
+        return {"starts": 0, "body": HEADER, "escapes": 0, "patches": 0, "bytes": align(HEADER + count, ALIGN)}
+    blocks = align(count, BLOCK) // BLOCK
+    found = {"starts": HEADER, "body": align(HEADER + 4 * blocks)}
+    found["escapes"] = found["body"] + blocks * block_bytes(bits)
+    found["patches"] = align(found["escapes"] + (escapes + 1) // 2)
+    return found | {"bytes": align(found["patches"] + 6 * patches, ALIGN)}
