@@ -62,17 +62,22 @@ class Records:
                               for part in parts])
 
 
-def decodes(banks: dict[int, Records], samples: int, warps: Sequence[int] = (1, 2, 4, 8)) -> list[dict]:
-    """Rows of the decode from device memory: one record by one launch, and all by one."""
+def decodes(banks: dict[int, Records], samples: int, warps: Sequence[int] = (2, 4, 8)) -> list[dict]:
+    """Rows of the decode from device memory: one record by one launch, and all by one.
+
+    A program takes one block, or as many as leave each multiprocessor eight programs.
+    """
     variants = {}
+    few = 8 * torch.cuda.get_device_properties("cuda").multi_processor_count
     for bits, bank in banks.items():
         for each in (1, DISTINCT):
             for some in warps:
-                replay = bank.chain(bank.device, each, warps=some)
-                variants[bits, each, some] = Variant(lambda turn, replay=replay: replay(), queued=True)
+                for programs in (None, few // each):
+                    replay = bank.chain(bank.device, each, programs, some)
+                    variants[bits, each, some, programs or 0] = Variant(lambda turn, replay=replay: replay(), queued=True)
     rows = []
-    for (bits, each, some), times in interleaved(variants, samples).items():
-        config = {"bits": bits, "records": each, "warps": some, "raw_bytes": banks[bits].raw_bytes}
+    for (bits, each, some, programs), times in interleaved(variants, samples).items():
+        config = {"bits": bits, "records": each, "warps": some, "programs": programs, "raw_bytes": banks[bits].raw_bytes}
         rows.append(measured("device", "decode_ms", "ms", times / (DISTINCT // each), config))
         rate = DISTINCT * banks[bits].raw_bytes / times / 1e6
         rows.append(measured("device", "decode_gbps", "GB/s", rate, config))

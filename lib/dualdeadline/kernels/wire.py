@@ -13,65 +13,120 @@ from torch import Tensor
 from dualdeadline.kernels import INTERPRETED, require, tl, triton
 from dualdeadline.wire import format as layout
 
-BODY, ESCAPES, PATCHES, PATCHED, MODE = (
-    layout.WORDS.index(name) for name in ("body", "escapes", "patches", "patch_count", "bits"))
+FIELDS = tuple(layout.WORDS.index(name) for name in ("bits", "base", "zero", "low", "patch_count", "patches"))
+HOST_PROGRAMS = 264  # of all records together, where the link is the limit
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "count_ptr", "rows", "slots", "listed"])
-def decode_kernel(bytes_ptr, halves_ptr, words_ptr, out_ptr, rows_ptr, slots_ptr, count_ptr, stride, out_stride, rows,
-                  slots, listed, count, BITS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
-                  BODY: tl.constexpr, ESCAPES: tl.constexpr, PATCHES: tl.constexpr, PATCHED: tl.constexpr,
-                  MODE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """out[slots[m]] = the values of record rows[m] for the first `count_ptr[0]` m; programs take blocks in turn.
+@triton.jit
+def _bytes_of(nibble):
+    """Four bits as four bytes of 0 or 1."""
+    return (nibble * 0x204081) & 0x01010101
 
-    The records are given three times, as bytes, 16-bit and 32-bit words; `stride` counts bytes.
+
+@triton.jit
+def _shuffle(low, high, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """Two 16-bit values from bytes 0 and 1 (UPPER: 2 and 3) of their low and high halves."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
+                                         [low, high, 0x7362 if UPPER else 0x5140], tl.int32, True, 1)
+    SHIFT: tl.constexpr = 16 if UPPER else 0
+    first = ((low >> SHIFT) & 0xFF) | (((high >> SHIFT) & 0xFF) << 8)
+    second = ((low >> (SHIFT + 8)) & 0xFF) | (((high >> (SHIFT + 8)) & 0xFF) << 8)
+    return first | (second << 16)
+
+
+@triton.jit
+def _values(kept, exponent, ASM: tl.constexpr):
+    """Four values as a 64-bit word from four bytes of sign and mantissa and four of exponents."""
+    low = ((exponent & 0x01010101) << 7) | (kept & 0x7F7F7F7F)
+    high = (kept & ~0x7F7F7F7F) | ((exponent >> 1) & 0x7F7F7F7F)
+    first, second = _shuffle(low, high, False, ASM), _shuffle(low, high, True, ASM)
+    return first.to(tl.uint32, bitcast=True).to(tl.int64) | (second.to(tl.int64) << 32)
+
+
+@triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "count_ptr", "rows", "slots"])
+def decode_kernel(bytes_ptr, words_ptr, longs_ptr, out_ptr, rows_ptr, slots_ptr, count_ptr, stride, out_stride, rows,
+                  slots, quads, BITS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr,
+                  ASM: tl.constexpr):
+    """out[slots[m]] = the values of record rows[m] for the first `count_ptr[0]` m; programs (m, p) take blocks in turn.
+
+    Records come as bytes, 32-bit and 64-bit words, slots as `quads` 64-bit words of four values; `stride` counts bytes,
+    `out_stride` 64-bit words. A line is eight values: a byte of each bit plane, and two words of four bytes for all
+    that is computed about them. Raw and coded records take the same way without a branch, so that all loads of a block
+    start together.
     """
-    ROWS: tl.constexpr = BLOCK // 8
-    wanted = tl.minimum(tl.load(count_ptr), listed)
-    blocks = (count + BLOCK - 1) // BLOCK
-    eight = tl.arange(0, 8)
-    place = tl.arange(0, ROWS)[:, None] * 8 + eight[None, :]
-    for work in range(tl.program_id(0), wanted * blocks, tl.num_programs(0)):
-        item, block = work // blocks, work % blocks
-        row, slot = tl.load(rows_ptr + item), tl.load(slots_ptr + item)
-        valid = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-        row, slot = tl.where(valid, row, 0).to(tl.int64), tl.where(valid, slot, 0).to(tl.int64)
-        record, half, word = bytes_ptr + row * stride, halves_ptr + row * (stride // 2), words_ptr + row * (stride // 4)
-        out = out_ptr + slot * out_stride + block * BLOCK
-        inside = (place < count - block * BLOCK) & valid
-        if tl.load(word + MODE) == 0:
-            raw = half + HEADER // 2 + block * BLOCK + place
-            tl.store(out + place, tl.load(raw, mask=inside, other=0), mask=inside)
-        else:
-            start = tl.load(word + HEADER // 4 + block)
-            body = record + tl.load(word + BODY) + block * (BLOCK + BITS * ROWS)
-            kept = tl.load(body + BITS * ROWS + place).to(tl.int32)
-            code = tl.zeros([ROWS, 8], tl.int32)
-            escaped = tl.full([ROWS], 255, tl.int32)
-            for plane in tl.static_range(BITS):
-                packed = tl.load(body + plane * ROWS + tl.arange(0, ROWS)).to(tl.int32)
-                escaped &= packed
-                code |= ((packed[:, None] >> eight[None, :]) & 1) << plane
-            escape = (escaped[:, None] >> eight[None, :]) & 1
-            inner = tl.cumsum(escape, 1)
-            total = tl.sum(escape, 1)
-            before = tl.where(start < 0, -1 - start, start) + tl.cumsum(total, 0) - total
-            nth = before[:, None] + inner - escape
-            pair = tl.load(record + tl.load(word + ESCAPES) + (nth >> 1), mask=escape != 0, other=0).to(tl.int32)
-            nibble = (pair >> ((nth & 1) * 4)) & 15
-            table = tl.where(escape != 0, SECOND * 2 + nibble, FIRST * 2 + code)
-            exponent = tl.load(half + table).to(tl.int32)
-            value = exponent | (kept & 0x7F) | ((kept & 0x80) << 8)
-            tl.store(out + place, value.to(tl.int16), mask=inside)
-            if start < 0:  # a value of this block is patched
-                many, first = tl.load(word + PATCHED), tl.load(word + PATCHES)
-                tl.debug_barrier()  # the patch must come after the value that it replaces
-                for base in range(0, many, 128):
-                    listing = base + tl.arange(0, 128)
-                    at = tl.load(word + first // 4 + listing, mask=listing < many, other=-1) - block * BLOCK
-                    mine = (at >= 0) & (at < BLOCK) & valid
-                    patch = tl.load(half + first // 2 + many * 2 + listing, mask=mine, other=0)
-                    tl.store(out + at, patch, mask=mine)
+    LINES: tl.constexpr = BLOCK // 8
+    LAST: tl.constexpr = 2**BITS - 1
+    SIZE: tl.constexpr = BLOCK + BITS * LINES
+    item = tl.program_id(0)
+    wanted, row, slot = tl.load(count_ptr), tl.load(rows_ptr + item), tl.load(slots_ptr + item)
+    valid = (item < wanted) & (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
+    if not valid:
+        return
+    blocks = (quads * 4 + BLOCK - 1) // BLOCK
+    body = (HEADER + 4 * blocks + 15) // 16 * 16
+    far_off = row.to(tl.int64) * stride
+    record, word, long = bytes_ptr + far_off, words_ptr + far_off // 4, longs_ptr + far_off // 8
+    out_row = out_ptr + slot.to(tl.int64) * out_stride
+    coded = tl.load(word + FIELDS[0]) != 0
+    base, zero, low = tl.load(word + FIELDS[1]), tl.load(word + FIELDS[2]), tl.load(word + FIELDS[3])
+    full, gap, run = base * 0x01010101, base + zero, LAST - zero
+    ones = tl.where(zero != 0, 0, 0x01010101)  # whether exponent 0 stands in place 0 of the run
+    line = tl.arange(0, LINES)
+    half = line[:, None] * 2 + tl.arange(0, 2)[None, :]
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        start = tl.load(word + HEADER // 4 + block)
+        inside = block * (BLOCK // 4) + half < quads
+        raw = tl.load(long + HEADER // 8 + block * (BLOCK // 4) + half, mask=inside & (coded == 0), other=0)
+        planes = record + body + block * SIZE
+        kept = tl.load(long + (body + block * SIZE + BITS * LINES) // 8 + line, mask=coded, other=0)
+        escaped = tl.full([LINES], 255, tl.int32)
+        code_a, code_b = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
+        for plane in tl.static_range(BITS):
+            packed = tl.load(planes + plane * LINES + line, mask=coded, other=0).to(tl.int32)
+            escaped &= packed
+            code_a |= _bytes_of(packed & 15) << plane
+            code_b |= _bytes_of(packed >> 4) << plane
+        # escapes: how many before each line, and the line's own as four-bit codes of one word
+        twos = escaped - ((escaped >> 1) & 0x55)
+        fours = (twos & 0x33) + ((twos >> 2) & 0x33)
+        mine = (fours + (fours >> 4)) & 15
+        first = tl.where(start < 0, -1 - start, start) + tl.cumsum(mine, 0) - mine
+        at = word + (body + blocks * SIZE) // 4 + (first >> 3)
+        near = tl.load(at, mask=escaped != 0, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+        far = tl.load(at + 1, mask=escaped != 0, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+        names = ((near | (far << 32)) >> ((first & 7) * 4).to(tl.uint64)).to(tl.uint32).to(tl.int32, bitcast=True)
+        mark_a, mark_b = _bytes_of(escaped & 15), _bytes_of(escaped >> 4)
+        left = mark_a.to(tl.int64) | (mark_b.to(tl.int64) << 32)
+        named = tl.zeros([LINES], tl.int64)
+        for turn in range(0, tl.max(mine, 0)):  # the next escape of every line that has one left
+            lowest = left & -left
+            exponent = low + (names & 15)
+            exponent += tl.where(exponent >= gap, run, 0)
+            named += lowest * (exponent & 255).to(tl.int64)
+            left ^= lowest
+            names = names >> 4
+        keep_a, keep_b = code_a | (code_a >> 1), code_b | (code_b >> 1)
+        if BITS > 2:
+            keep_a, keep_b = keep_a | (code_a >> 2), keep_b | (code_b >> 2)
+        if BITS > 3:
+            keep_a, keep_b = keep_a | (code_a >> 3), keep_b | (code_b >> 3)
+        keep_a, keep_b = ((keep_a | ones) & 0x01010101 & ~mark_a) * 255, ((keep_b | ones) & 0x01010101 & ~mark_b) * 255
+        power_a = ((code_a + full) & keep_a) | named.to(tl.int32)
+        power_b = ((code_b + full) & keep_b) | (named >> 32).to(tl.int32)
+        value = tl.join(_values(kept.to(tl.int32), power_a, ASM), _values((kept >> 32).to(tl.int32), power_b, ASM))
+        out = out_row + block * (BLOCK // 4)
+        tl.store(out + half, tl.where(coded, value, raw), mask=inside)
+        if coded & (start < 0):  # a value of this block is patched
+            many, place = tl.load(word + FIELDS[4]), tl.load(word + FIELDS[5])
+            tl.debug_barrier()  # the patch must come after the value that it replaces
+            halves, halves_out = word.to(tl.pointer_type(tl.int16)), out.to(tl.pointer_type(tl.int16))
+            for begin in range(0, many, 128):
+                listing = begin + tl.arange(0, 128)
+                spot = tl.load(word + place // 4 + listing, mask=listing < many, other=-1) - block * BLOCK
+                own = (spot >= 0) & (spot < BLOCK)
+                patch = tl.load(halves + place // 2 + many * 2 + listing, mask=own, other=0)
+                tl.store(halves_out + spot, patch, mask=own)
 
 
 def decode(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Tensor, bits: int = 3,
@@ -84,7 +139,7 @@ def decode(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Te
         records: uint8 `[R, stride]` on the device or in pinned host memory, each of bfloat16 values as many as a slot
             has, coded with `bits` or raw. bank: bfloat16 slots [C,...], contiguous.
         rows, slots: int32[M] on the device. count: int32[1] on the device.
-        programs: of the launch (default: one per block of all M records; 32 from host memory).
+        programs: of each record (default: one per block; from host memory as few as fill the link).
         warps: of each program.
 
     Raises:
@@ -96,12 +151,11 @@ def decode(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Te
     size = bank[0].numel()
     blocks = -(-size // layout.BLOCK)
     if programs is None:
-        programs = max(1, len(rows) * blocks) if records.device == bank.device and not INTERPRETED else 32
-    decode_kernel[(programs,)](
-        records, records.view(torch.int16), records.view(torch.int32), bank.view(torch.int16), rows, slots, count,
-        records.stride(0), bank.stride(0), len(records), len(bank), len(rows), size, BITS=bits, BLOCK=layout.BLOCK,
-        HEADER=layout.HEADER, BODY=BODY, ESCAPES=ESCAPES, PATCHES=PATCHES, PATCHED=PATCHED, MODE=MODE,
-        FIRST=layout.FIRST, SECOND=layout.SECOND, num_warps=warps)
+        programs = blocks if records.device == bank.device else -(-HOST_PROGRAMS // max(1, len(rows)))
+    decode_kernel[(len(rows), min(programs, blocks))](
+        records, records.view(torch.int32), records.view(torch.int64), bank.view(torch.int64), rows, slots, count,
+        records.stride(0), bank.stride(0) // 4, len(records), len(bank), size // 4, BITS=bits, BLOCK=layout.BLOCK,
+        HEADER=layout.HEADER, FIELDS=FIELDS, ASM=not INTERPRETED, num_warps=warps)
     return bank
 
 
@@ -113,6 +167,9 @@ def _check(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Te
         raise ValueError(f"records are on {records.device}, not pinned; needed: {bank.device}, or pinned host memory")
     if bank.dtype != torch.bfloat16 or bank.dim() < 2 or not len(bank) or not bank[0].is_contiguous():
         raise ValueError(f"bank is {bank.dtype} {tuple(bank.shape)}; needed: contiguous bfloat16 slots [C,...]")
+    if bank[0].numel() % 8 or bank.stride(0) % 8 or bank.data_ptr() % 16:
+        raise ValueError(f"bank has slots of {bank[0].numel()} values, {bank.stride(0)} apart; needed: multiples of 8, "
+                         "aligned to 16 bytes")
     if bits not in layout.BITS:
         raise ValueError(f"bits is {bits}; needed: one of {layout.BITS}")
     for name, ids in (("rows", rows), ("slots", slots), ("count", count)):
@@ -129,6 +186,7 @@ def decode_record(record: layout.WireRecord, device) -> Tensor:
     if record.raw:
         size = record.header["count"] * record.dtype.itemsize
         return data[layout.HEADER : layout.HEADER + size].clone().view(record.dtype).view(record.shape)
-    bank = torch.empty(1, record.header["count"], dtype=torch.bfloat16, device=device)
+    count = record.header["count"]
+    bank = torch.empty(1, layout.align(count, layout.BLOCK), dtype=torch.bfloat16, device=device)
     zero, one = (torch.tensor([number], dtype=torch.int32, device=device) for number in (0, 1))
-    return decode(data[None], bank, zero, zero, one, record.header["bits"])[0].view(record.shape)
+    return decode(data[None], bank, zero, zero, one, record.header["bits"])[0, :count].view(record.shape)

@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualdeadline.wire.format import (
-    BITS, BLOCK, DIMS, DTYPES, FIRST, HEADER, MAGIC, SECOND, SHAPE, TABLE, VERSION, WORDS, WireRecord, align,
-    block_bytes, checksum, header_sum, layout,
+    BITS, BLOCK, DIMS, DTYPES, HEADER, MAGIC, SHAPE, VERSION, WORDS, Codes, WireRecord, align, block_bytes, checksum,
+    header_sum, layout,
 )
 
 CHUNK = 256 * BLOCK  # values worked on at a time: near a core's cache, and long enough for threads not to wait for Python
@@ -44,7 +44,7 @@ def encode(tensor: Tensor, bits: int = 3) -> WireRecord:
         return _raw(tensor, words.view(np.uint8))
     data = torch.empty(raw_size, dtype=torch.uint8)  # a record is smaller or raw; what is not touched costs nothing
     body = data.numpy()[sizes["body"] : sizes["escapes"]].reshape(-1, block_bytes(bits))
-    coder = _Coder(*_tables(words, bits), bits)
+    coder = _Coder(choose(words, bits))
     step = CHUNK // BLOCK
     found = [coder.code(words[row * BLOCK : (row + step) * BLOCK], body[row : row + step])
              for row in range(0, len(body), step)]
@@ -67,57 +67,62 @@ def _check(tensor: Tensor, bits: int) -> None:
         raise ValueError(f"bits is {bits}; needed: one of {BITS}")
 
 
-def _tables(words: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The commonest exponents for the first code, ascending, and the 15 after them."""
+def choose(words: np.ndarray, bits: int) -> Codes:
+    """The commonest run of exponents, exponent 0 instead of its first place if that is commoner, and the escapes."""
     step = max(1, len(words) // SAMPLE)
     counts = np.bincount((words[::step] >> 7) & 0xFF, minlength=256)
-    order = np.argsort(-counts, kind="stable")
-    width = 2**bits - 1
-    return np.sort(order[:width]).astype(np.uint8), order[width : width + ESCAPED].astype(np.uint8)
+    last = 2**bits - 1
+    runs = np.convolve(counts, np.ones(last, int), "valid")
+    shorter = np.convolve(counts, np.ones(last - 1, int), "valid")
+    base, zero = int(runs.argmax()), 0
+    with_zero = shorter[1:] + counts[0]  # place 0 for exponent 0, then the run that starts one later
+    if with_zero.max() > runs.max():
+        base, zero = int(with_zero.argmax()), 1
+    around = np.convolve(counts, np.ones(ESCAPED + last - zero, int))  # [i] ends at exponent i
+    lows = np.arange(max(0, base + zero - ESCAPED), base + zero + 1)
+    ends = lows + ESCAPED + last - zero - 1
+    return Codes(bits, base, zero, int(lows[around[np.minimum(ends, len(around) - 1)].argmax()]))
 
 
 class _Coder:
-    """Codes chunks with the same tables, in the same buffers.
+    """Codes chunks by the same rule, in the same buffers."""
 
-    Args:
-        first: exponents of the first code, ascending. second: the next ones.
-    """
-
-    def __init__(self, first: np.ndarray, second: np.ndarray, bits: int):
-        self.tables, self.bits = (first, second), bits
-        self.neighbours = int(first[-1]) - int(first[0]) == len(first) - 1  # as in nearly all weights
-        self.places = np.full(256, len(first), np.uint8)
-        self.places[first] = np.arange(len(first))
+    def __init__(self, codes: Codes):
+        self.codes = codes
+        first, second = codes.exponents()
+        second = second[second < 256]
         self.nibble = np.full(256, ESCAPED, np.uint8)
         self.nibble[second] = np.arange(len(second))
-        self.last = np.full(CHUNK, len(first), np.uint8)  # an array: numpy is slow at the minimum with a number
+        self.named = self.nibble < ESCAPED
+        self.named[first[first < 256]] = True
+        self.last = np.full(CHUNK, codes.last, np.uint8)  # an array: numpy is slow at the minimum with a number
         self.wide, self.wider = np.empty((2, CHUNK), np.uint16)
-        self.code_, self.exponent, self.kept = np.empty((3, CHUNK), np.uint8)
+        self.places, self.exponent, self.kept = np.empty((3, CHUNK), np.uint8)
 
     def code(self, words: np.ndarray, body: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fill the blocks of one chunk; its escapes as nibbles [n], and how many each block has."""
         count, full = len(words), len(body) * BLOCK
         wide, wider = self.wide[:count], self.wider[:count]
-        code, exponent, kept = self.code_[:full], self.exponent[:count], self.kept[:full]
+        code, exponent, kept = self.places[:full], self.exponent[:count], self.kept[:full]
         np.copyto(exponent, np.right_shift(words, 7, out=wide), casting="unsafe")
         self._ranks(exponent, code[:count])
         np.bitwise_and(words, 0x807F, out=wide)
         np.copyto(kept[:count], np.bitwise_or(wide, np.right_shift(wide, 8, out=wider), out=wide), casting="unsafe")
         code[count:], kept[count:] = 0, 0  # behind the last value
         width = BLOCK // 8
-        for place in range(self.bits):
+        for place in range(self.codes.bits):
             plane = np.packbits(code & (1 << place), bitorder="little")
             body[:, place * width : (place + 1) * width] = plane.reshape(-1, width)
-        body[:, self.bits * width :] = kept.reshape(-1, BLOCK)
-        where = np.flatnonzero(code == len(self.tables[0]))
+        body[:, self.codes.bits * width :] = kept.reshape(-1, BLOCK)
+        where = np.flatnonzero(code == self.codes.last)
         return self.nibble[exponent[where]], np.diff(np.searchsorted(where, np.arange(0, full + 1, BLOCK)))
 
     def _ranks(self, exponent: np.ndarray, out: np.ndarray) -> None:
-        """Place of each exponent in the first table, its length where it is not there."""
-        if self.neighbours:
-            np.minimum(np.subtract(exponent, self.tables[0][0], out=out), self.last[: len(out)], out=out)
-        else:
-            np.take(self.places, exponent, out=out)
+        """Place of each exponent in the run, its length where it is not there."""
+        np.minimum(np.subtract(exponent, self.codes.base, out=out), self.last[: len(out)], out=out)
+        if self.codes.zero:
+            out[exponent == self.codes.base] = self.codes.last
+            out[exponent == 0] = 0
 
 
 def _assemble(tensor, words, data, coder: _Coder, nibbles, lengths, patched, sizes) -> WireRecord:
@@ -130,20 +135,18 @@ def _assemble(tensor, words, data, coder: _Coder, nibbles, lengths, patched, siz
     end = sizes["starts"] + starts.nbytes
     out[sizes["starts"] : end], out[end : sizes["body"]] = starts.view(np.uint8), 0
     padded = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
-    at = _positions(words, coder.tables, owners) if len(patched) else np.empty(0, np.int64)
+    at = _positions(words, coder.named, owners) if len(patched) else np.empty(0, np.int64)
     out[sizes["escapes"] :] = 0
     out[sizes["escapes"] : sizes["escapes"] + len(padded) // 2] = padded[0::2] | padded[1::2] << 4
     tail = np.concatenate([at.astype(np.int32).view(np.uint8), words[at].view(np.uint8)])
     out[sizes["patches"] : sizes["patches"] + len(tail)] = tail
-    counts = {"bits": coder.bits, "patch_count": len(patched), "escape_count": len(nibbles)}
-    return _finish(tensor, data, sizes | counts, coder.tables)
+    counts = {"patch_count": len(patched), "escape_count": len(nibbles)}
+    return _finish(tensor, data, sizes | counts | vars(coder.codes))
 
 
-def _positions(words: np.ndarray, tables, blocks: np.ndarray) -> np.ndarray:
-    """Positions of the values in these blocks whose exponent stands in neither table."""
-    known = np.zeros(256, bool)
-    known[np.concatenate(tables)] = True
-    rows = [block * BLOCK + np.flatnonzero(~known[words[block * BLOCK : (block + 1) * BLOCK] >> 7 & 0xFF])
+def _positions(words: np.ndarray, named: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Positions of the values in these blocks whose exponent no code names."""
+    rows = [block * BLOCK + np.flatnonzero(~named[words[block * BLOCK : (block + 1) * BLOCK] >> 7 & 0xFF])
             for block in blocks]
     return np.concatenate(rows)
 
@@ -152,10 +155,10 @@ def _raw(tensor: Tensor, payload: np.ndarray) -> WireRecord:
     sizes = layout(len(payload), 0, 0, 0)
     data = torch.zeros(sizes["bytes"], dtype=torch.uint8)
     data[HEADER : HEADER + len(payload)] = torch.from_numpy(payload)
-    return _finish(tensor, data, sizes | {"bits": 0, "patch_count": 0, "escape_count": 0}, ((), ()))
+    return _finish(tensor, data, sizes | dict(bits=0, patch_count=0, escape_count=0, base=0, zero=0, low=0))
 
 
-def _finish(tensor: Tensor, data: Tensor, sizes: dict, tables) -> WireRecord:
+def _finish(tensor: Tensor, data: Tensor, sizes: dict) -> WireRecord:
     """Write the header."""
     words = np.zeros(HEADER // 4, np.int32)
     kind = next(code for code, dtype in DTYPES.items() if dtype is tensor.dtype)
@@ -163,10 +166,6 @@ def _finish(tensor: Tensor, data: Tensor, sizes: dict, tables) -> WireRecord:
                  count=tensor.numel(), payload_sum=checksum(data[HEADER:].numpy()), header_sum=0) | sizes
     words[: len(WORDS)] = [found[name] for name in WORDS]
     words[SHAPE : SHAPE + tensor.dim()] = tensor.shape
-    for place, table in zip((FIRST, SECOND), tables):
-        padded = np.zeros(TABLE, np.int16)
-        padded[: len(table)] = np.asarray(table, np.int16) << 7
-        words[place : place + TABLE // 2] = padded.view(np.int32)
     words[WORDS.index("header_sum")] = header_sum(words)
     data[:HEADER] = torch.from_numpy(words.view(np.uint8))
     return WireRecord(data)
@@ -199,7 +198,7 @@ def decode(record: WireRecord | Tensor, device=None, threads: int | None = None,
     starts = np.append(np.where(starts < 0, -1 - starts, starts), found["escape_count"])
     body = data[found["body"] : found["escapes"]].reshape(blocks, block_bytes(bits))
     packed = data[found["escapes"] : found["escapes"] + (found["escape_count"] + 1) // 2]
-    tables = [record.words()[place : place + TABLE // 2].view(np.uint16) for place in (FIRST, SECOND)]
+    codes = Codes(bits, found["base"], found["zero"], found["low"])
     out = np.empty(blocks * BLOCK, np.uint16)
     threads = max(1, min(threads or min(8, os.cpu_count() or 1), blocks // 64))
     ends = [blocks * turn // threads for turn in range(threads + 1)]
@@ -208,7 +207,7 @@ def decode(record: WireRecord | Tensor, device=None, threads: int | None = None,
         for row in range(ends[turn], ends[turn + 1], CHUNK // BLOCK):
             rows = slice(row, min(row + CHUNK // BLOCK, ends[turn + 1]))
             nibbles = _unpack(packed, starts[rows.start], starts[rows.stop])
-            _restore(body[rows], nibbles, tables, bits, out[rows.start * BLOCK : rows.stop * BLOCK])
+            _restore(body[rows], nibbles, codes, out[rows.start * BLOCK : rows.stop * BLOCK])
 
     if threads == 1:
         work(0)
@@ -227,20 +226,18 @@ def _unpack(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
     return both[start % 2 : start % 2 + stop - start]
 
 
-def _restore(body: np.ndarray, nibbles: np.ndarray, tables, bits: int, out: np.ndarray) -> None:
+def _restore(body: np.ndarray, nibbles: np.ndarray, codes: Codes, out: np.ndarray) -> None:
     """Values of some blocks, as 16-bit words; patched ones are left wrong."""
-    width, last = BLOCK // 8, 2**bits - 1
+    width, bits = BLOCK // 8, codes.bits
     code = np.unpackbits(body[:, :width].reshape(-1), bitorder="little")
     for place in range(1, bits):
         plane = np.unpackbits(body[:, place * width : (place + 1) * width].reshape(-1), bitorder="little")
         code |= np.left_shift(plane, place, out=plane)
-    first = tables[0][:last]
-    if first[-1] - first[0] == (last - 1) << 7:
-        np.left_shift(code, 7, out=out, dtype=np.uint16)
-        out += first[0]
-    else:
-        out[:] = tables[0][code]
-    out[np.flatnonzero(code == last)] = tables[1][nibbles]
+    np.left_shift(code, 7, out=out, dtype=np.uint16)
+    out += np.uint16(codes.base << 7)
+    if codes.zero:
+        out[code == 0] = 0
+    out[np.flatnonzero(code == codes.last)] = np.append(codes.exponents()[1] << 7, 0).astype(np.uint16)[nibbles]
     kept = body[:, bits * width :].reshape(-1).astype(np.uint16)
     out |= kept & 0x7F
     kept &= 0x80

@@ -1,9 +1,10 @@
 """What stands where in a wire record.
 
 A bfloat16 value is a sign, 8 bits of exponent and 7 of mantissa. Sign and mantissa look random and travel as they are,
-a byte each; the exponent of nearly all values of a component is one of a few, and travels as a code of `bits` bits. The
-last code means that a 4-bit code of the next 15 exponents stands in the list of escapes, and that list's last code
-that the value itself stands in the list of patches.
+a byte each; the exponents of nearly all values of a component are a few neighbours, and travel as codes of `bits` bits:
+their place in the commonest run of 2^bits - 1 exponents (one place may stand for exponent 0 instead, for pruned
+weights). The last code means that a 4-bit code of the 15 exponents around that run stands in the list of escapes, and
+that list's last code that the value itself stands in the list of patches.
 
     header    512 bytes, little-endian int32 words (the names below)
     starts    int32 per block of 2,048 values: escapes before it; -1 - that if it holds a patched value
@@ -35,9 +36,9 @@ DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 DIMS = 8  # dimensions of a tensor at most
 # int32 words of the header
 WORDS = ("magic0", "magic1", "version", "dtype", "bits", "dims", "count", "bytes", "starts", "body", "escapes",
-         "patches", "patch_count", "escape_count", "payload_sum", "header_sum")
-SHAPE, FIRST, SECOND = 16, 32, 40  # words where the shape and the two tables of exponents (int16, shifted by 7) stand
-TABLE = 16  # places in each table
+         "patches", "patch_count", "escape_count", "base", "zero", "low", "payload_sum", "header_sum")
+SHAPE = 24  # word where the shape starts
+SLACK = 8  # bytes behind the escapes that a kernel may read
 
 
 @dataclass(frozen=True)
@@ -134,5 +135,32 @@ def layout(count: int, bits: int, escapes: int, patches: int) -> dict[str, int]:
     blocks = align(count, BLOCK) // BLOCK
     found = {"starts": HEADER, "body": align(HEADER + 4 * blocks)}
     found["escapes"] = found["body"] + blocks * block_bytes(bits)
-    found["patches"] = align(found["escapes"] + (escapes + 1) // 2)
+    found["patches"] = align(found["escapes"] + (escapes + 1) // 2 + SLACK)
     return found | {"bytes": align(found["patches"] + 6 * patches, ALIGN)}
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Which exponent each code stands for.
+
+    Attributes:
+        bits: width of the first code. base: exponent of its place 0. zero: 1 if place 0 stands for exponent 0 instead.
+        low: smallest exponent that an escape can name; escapes skip the run.
+    """
+
+    bits: int
+    base: int
+    zero: int
+    low: int
+
+    @property
+    def last(self) -> int:
+        """The first code that means an escape."""
+        return 2**self.bits - 1
+
+    def exponents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Exponent of each place of the run, and of each escape's code; above 255 where there is none."""
+        first = self.base + np.arange(self.last)
+        second = self.low + np.arange(15)
+        second[second >= self.base + self.zero] += self.last - self.zero
+        return np.where((np.arange(self.last) == 0) & (self.zero == 1), 0, first), second
