@@ -147,6 +147,9 @@ class CostModel:
 
 
 def work_bytes(stage: str, experts: int, component_bytes: Mapping[str, int]) -> int:
-    """Weight bytes that a stage reads for so many experts (`combine` reads none)."""
-    component = {"gate_up": "gate_up", "down": "down", "down_combine": "down"}.get(stage)
+    """Weight bytes that a stage reads, or decodes, for so many experts (`combine` reads none)."""
+    if stage == "decode_expert":
+        return experts * (component_bytes["gate_up"] + component_bytes["down"])
+    name = stage.removeprefix("decode_")
+    component = {"gate_up": "gate_up", "down": "down", "down_combine": "down"}.get(name)
     return experts * component_bytes[component] if component else 0

@@ -25,7 +25,8 @@ from dualdeadline.streams.bench import Variant, graph, interleaved
 
 STOCK = ("eager", "batched_mm", "grouped_mm")  # transformers' experts implementations
 STEPS = 32  # predictor steps in a graph
-SECONDS = 8.0  # for one number of tokens; variants that are slow then have fewer samples, at least 20
+SECONDS = 5.0  # for one number of tokens; variants that are slow then have fewer samples, at least 20
+MOST_BATCHED = 64  # tokens of batched_mm, which copies the weights of every token's experts
 BLOCKS = 12  # blocks in a graph: with 6 layers and routes of their own, 1 GiB of weights between two uses
 
 
@@ -143,7 +144,8 @@ def resident(blocks: Blocks, tokens: Sequence[int], top_k: int, samples: int) ->
         inputs = blocks.inputs(count, top_k)
         named = ways(blocks.shape) if count == 1 else {"fused": None}
         variants = {name: _captured(fused(inputs, found)) for name, found in named.items()}
-        variants |= {name: _captured(stock(inputs, name)) for name in STOCK if name != "eager"}
+        some = STOCK if count <= MOST_BATCHED else ("eager", "grouped_mm")
+        variants |= {name: _captured(stock(inputs, name)) for name in some if name != "eager"}
         variants["eager"] = _in_turns([stock([one], "eager") for one in inputs])
         found = interleaved(variants, samples, budget_s=SECONDS)
         found = {name: times / (1 if name == "eager" else BLOCKS) for name, times in found.items()}

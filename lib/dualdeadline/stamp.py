@@ -41,6 +41,8 @@ STAGES = {
                         makes=("records/06_kernels.csv",)),
     "07_overlap": Stage(reads=("data_manifests/records/07_*", *FITTED, *MANIFESTS),
                         makes=("records/07_overlap.csv",)),
+    "08_wire": Stage(reads=("data_manifests/records/0[78]_*", *FITTED, PILOT, *MANIFESTS),
+                     makes=("records/08_wire.csv",)),
     "12_paper": Stage(reads=(*SHOWN, "figures/*", "paper/*.tex", "paper/*.bib"), makes=("generated/*",),
                       shows=1),
     "90_pilot_model": Stage(reads=("records/0[245]_*", "data_manifests/records/90_*", PILOT)),

@@ -30,7 +30,7 @@ class Case:
         schedule: one of `schedule.NAMES`. slots: cache slots per layer, LRU, emptied for each prompt.
         predictor: label of its scores; empty: no prefetch. horizon: layers ahead.
         budget: whole-expert bytes that may be copied ahead for one layer. piece: `expert` or `gate_up`.
-        threshold: least probability of a guess.
+        threshold: least probability of a guess. coded: whether experts cross the link encoded.
     """
 
     schedule: str
@@ -40,11 +40,12 @@ class Case:
     budget: int = 0
     piece: str = "expert"
     threshold: float = 0.0
+    coded: bool = False
 
     @property
     def base(self) -> Case:
         """The same without prefetch."""
-        return Case(self.schedule, self.slots)
+        return Case(self.schedule, self.slots, coded=self.coded)
 
     def config(self) -> dict:
         return {
@@ -92,6 +93,7 @@ class Steps:
     def __init__(self, routes, prompt, experts: int, rows, scores: dict[tuple[str, int], np.ndarray], component_bytes):
         self.routes, self.prompt, self.experts = np.asarray(routes), np.asarray(prompt), experts
         self.rows, self.scores, self.bytes = np.asarray(rows), scores, component_bytes
+        self.coded_bytes: dict[str, int] = {}  # of the encoded components, for cases that ask for them
         self._resident: dict[int, np.ndarray] = {}
 
     def save(self, path: Path, **made_for) -> Path:
@@ -153,7 +155,9 @@ class Steps:
             there = schedule.ready(np.flatnonzero(held[number]).tolist())
             guesses, source = self._guesses(case, row, number, held[number]), number - case.horizon
             layers.append(Layer(tuple(ids), there, guesses=guesses, guessed_at=max(source, -1)))
-        return schedule.step(case.schedule, layers, self.bytes)
+        if not case.coded:
+            return schedule.step(case.schedule, layers, self.bytes)
+        return schedule.with_decode(schedule.step(case.schedule, layers, self.coded_bytes))
 
     def _guesses(self, case: Case, row: int, number: int, held: np.ndarray) -> tuple:
         if not case.predictor or number < case.horizon:
@@ -229,25 +233,25 @@ def differences(found: pd.DataFrame, cases: Sequence[Case], resamples: int, seed
         DataFrame(case, mean, low, high, n): n prompts.
     """
     places = {case: number for number, case in enumerate(cases)}
-    wide, out = _wide(found), []
+    table, out = wide(found), []
     for case, number in places.items():
         if case.base != case and case.base in places:
-            gap = wide[number] - wide[places[case.base]]
+            gap = table[number] - table[places[case.base]]
             out.append((number, *two_level(gap, resamples, seed)))
     return pd.DataFrame(out, columns=["case", "mean", "low", "high", "n"])
 
 
 def between(found: pd.DataFrame, cases: Sequence[Case], base: str, resamples: int, seed: int) -> pd.DataFrame:
     """As `differences`, of each schedule without prefetch less the schedule `base` at the same slots."""
-    wide, out = _wide(found), []
+    table, out = wide(found), []
     plain = {(case.schedule, case.slots): number for number, case in enumerate(cases) if not case.predictor}
     for (name, slots), number in plain.items():
         if name != base and (base, slots) in plain:
-            out.append((number, *two_level(wide[number] - wide[plain[base, slots]], resamples, seed)))
+            out.append((number, *two_level(table[number] - table[plain[base, slots]], resamples, seed)))
     return pd.DataFrame(out, columns=["case", "mean", "low", "high", "n"])
 
 
-def _wide(found: pd.DataFrame) -> pd.DataFrame:
+def wide(found: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds by sample (prompt, row and repeat) and case."""
     sample = ["prompt", "row", *(["repeat"] if "repeat" in found else [])]
     return found.pivot_table(index=sample, columns="case", values="ms")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from dualdeadline import wire
 from dualdeadline.kernels import experts, fetch
+from dualdeadline.kernels import wire as wire_kernel
 
 
 def check_experts(H: int, F: int, count: int, tokens: int, top_k: int, device="cpu", seed: int = 0) -> dict:
@@ -51,3 +53,27 @@ def check_fetch(device="cpu", seed: int = 0) -> dict[str, bool]:
     there = bank.cpu()
     return {"fetched": torch.equal(there[[0, 3]], host[[5, 2]]), "others kept": bool((there[2] == 7).all()),
             "ids out of range skipped": bool((there[1] == 7).all())}
+
+
+def check_wire(device="cpu", seed: int = 0) -> dict[str, bool]:
+    """Decode of coded, pruned, patched and raw records into slots, of every width; ids out of range do nothing."""
+    draw, count = torch.Generator().manual_seed(seed), 5_000 + 120
+    normal = torch.randn(count, generator=draw) * 0.02
+    odd = normal.bfloat16()
+    odd[::97], odd[5::997], odd[7::997] = 1e30, float("nan"), 1e-30
+    pruned = (normal * torch.randint(0, 2, (count,), generator=draw)).bfloat16()
+    noise = torch.randint(-(2**15), 2**15, (count,), generator=draw, dtype=torch.int16).view(torch.bfloat16)
+    tensors, equal, kept = [normal.bfloat16(), odd, pruned, noise], [], []
+    ids = [torch.tensor(places, dtype=torch.int32, device=device) for places in ([0, 1, 2, 3, 9], [3, 0, 5, 2, 1], [5])]
+    for bits in wire.BITS:
+        records = [wire.encode(tensor, bits) for tensor in tensors]
+        rows = torch.zeros(len(records), max(record.nbytes for record in records), dtype=torch.uint8)
+        for row, record in zip(rows, records):
+            row[: record.nbytes] = record.data
+        bank = torch.full((6, count), 7.0, dtype=torch.bfloat16, device=device)
+        wire_kernel.decode(rows.to(device), bank, *ids, bits)
+        there = bank.cpu()
+        equal += [torch.equal(there[slot].view(torch.int16), tensor.view(torch.int16))
+                  for slot, tensor in zip((3, 0, 5, 2), tensors)]
+        kept.append(bool((there[[1, 4]] == 7).all()))
+    return {"equal bits": all(equal), "other slots kept": all(kept)}

@@ -1,9 +1,11 @@
 """The overlap study: schedules of one MoE block and of whole decode steps, measured, simulated, recorded.
 
 blocks.py   settings, schedules, floors, timing       rows.py   record rows
-study.py    loops over settings, recorded costs       `report.overlap` shows the rows
+study.py    loops over settings, recorded costs       wired.py   encoded against raw experts
+`report.overlap` and `report.wire` show the rows
 """
 
+from dualdeadline.overlap import wired
 from dualdeadline.overlap.blocks import (
     Setting,
     block,
@@ -66,4 +68,5 @@ __all__ = [
     "steps_of",
     "timelines",
     "window_rows",
+    "wired",
 ]

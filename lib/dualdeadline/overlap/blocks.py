@@ -19,7 +19,8 @@ from dualdeadline.timeline import Timeline
 class Setting:
     """What the schedules of one interleaved measurement have in common.
 
-    submission: `graph` (one CUDA graph) or `streams` (issued by the host); copy_streams: 1 or 2 copy queues.
+    submission: `graph` (one CUDA graph) or `streams` (issued by the host); copy_streams: 1 or 2 copy queues; wire:
+    `raw`, `coded` (decoded on arrival), or None where the study does not ask.
     """
 
     tokens: int = 1
@@ -29,6 +30,7 @@ class Setting:
     copy_streams: int = 1
     ready: tuple[int, ...] = (0, 2, 4, 6, 8)
     schedules: tuple[str, ...] = schedule.NAMES
+    wire: str | None = None
 
     def config(self, shape: str) -> dict:
         """Config keys of its record rows."""
@@ -39,6 +41,7 @@ class Setting:
             "copy_streams": self.copy_streams,
             "tokens": self.tokens,
             "top_k": self.top_k,
+            **({"wire": self.wire} if self.wire else {}),
         }
 
     def counts(self) -> list[int]:
@@ -69,9 +72,12 @@ def layer_plan(routes: torch.Tensor, ready: int) -> schedule.Layer:
     )
 
 
-def block(work: streams.Work, name: str, layer: int, ready: int) -> Schedule:
-    """A named schedule of one layer of `work`."""
-    return schedule.block(name, layer_plan(work.routes[layer], ready), work.shape.component_bytes, layer)
+def block(work: streams.Work, name: str, layer: int, ready: int, wire: str | None = None) -> Schedule:
+    """A named schedule of one layer of `work`; `coded`: of its encoded experts, decoding included."""
+    chosen = layer_plan(work.routes[layer], ready)
+    if wire == "coded":
+        return schedule.with_decode(schedule.block(name, chosen, work.packed.bytes, layer))
+    return schedule.block(name, chosen, work.shape.component_bytes, layer)
 
 
 def ideal(plan: Schedule, component_bytes) -> Timeline:
@@ -101,7 +107,7 @@ def check(work: streams.Work, setting: Setting, layer: int = 0) -> None:
     expected = work.resident(layer)
     for ready in setting.counts():
         for name in setting.schedules:
-            plan = block(work, name, layer, ready)
+            plan = block(work, name, layer, ready, setting.wire)
             work.forget(layer, [(expert, part) for _, expert, part in plan.present])
             if setting.submission == "graph" and work.device.type == "cuda":
                 replay = streams.capture(plan, work, setting.copy_streams)
@@ -113,31 +119,41 @@ def check(work: streams.Work, setting: Setting, layer: int = 0) -> None:
             assert torch.equal(work.out[layer], expected), f"{name}, {ready} ready: {differ} values differ"
 
 
-def measure(work: streams.Work, setting: Setting, samples: int, budget_s: float = float("inf"), seed: int = 0) -> dict:
-    """Times of all schedules, their floors and the resident block of one setting, interleaved.
+def measure(
+    work: streams.Work, settings: Sequence[Setting], samples: int, budget_s: float = float("inf"), seed: int = 0
+) -> list[dict]:
+    """Times of all schedules, their floors and the resident block of each setting, all interleaved.
 
     Returns:
-        (ready, name) -> ms `[samples]`; floors are named `floor:<schedule>`, the resident block has ready -1.
+        For each setting (ready, name) -> ms `[samples]`; floors are named `floor:<schedule>`, the resident block has
+        ready -1.
     """
-    check(work, setting)
-    plans = {(-1, "resident"): lambda layer: resident(work, layer)}
-    floors: dict[tuple, tuple] = {}
-    for ready in setting.counts():
-        for name in setting.schedules:
-            plans[ready, name] = lambda layer, name=name, ready=ready: block(work, name, layer, ready)
-            pieces = tuple(op.piece for op in plans[ready, name](0).copies)
-            first = floors.setdefault(pieces, (ready, name))
-            if first == (ready, name):
-                plans[ready, f"floor:{name}"] = lambda layer, name=name, ready=ready: floor(
-                    block(work, name, layer, ready)
-                )
-    variants = {key: _variant(work, plan, setting) for key, plan in plans.items()}
+    variants, twins = {}, {}
+    for number, setting in enumerate(settings):
+        check(work, setting)
+        plans = _plans(work, setting)
+        firsts: dict[tuple, tuple] = {}
+        for key, plan in plans.items():
+            if key[1].startswith("floor:"):  # schedules with the same copies share a floor
+                pieces = tuple((op.piece, op.bytes) for op in plan(0).copies)
+                twins[number, key] = number, firsts.setdefault(pieces, key)
+        kept = {key: plan for key, plan in plans.items() if twins.get((number, key), (number, key)) == (number, key)}
+        variants |= {(number, key): _variant(work, plan, setting) for key, plan in kept.items()}
     found = interleaved(variants, samples, seed=seed, device=work.device, budget_s=budget_s)
+    out: list[dict] = [{} for _ in settings]
+    for number, key in [*variants, *(place for place in twins if place not in variants)]:
+        out[number][key] = found[twins.get((number, key), (number, key))]
+    return out
+
+
+def _plans(work: streams.Work, setting: Setting) -> dict:
+    """(ready, name) -> schedule of a layer, of everything that is timed for a setting."""
+    plans = {(-1, "resident"): lambda layer: resident(work, layer)}
     for ready in setting.counts():
         for name in setting.schedules:
-            ready_there, twin = floors[tuple(op.piece for op in plans[ready, name](0).copies)]
-            found.setdefault((ready, f"floor:{name}"), found[ready_there, f"floor:{twin}"])
-    return found
+            plans[ready, name] = lambda layer, name=name, ready=ready: block(work, name, layer, ready, setting.wire)
+            plans[ready, f"floor:{name}"] = lambda layer, plan=plans[ready, name]: floor(plan(layer))
+    return plans
 
 
 def _variant(work: streams.Work, plan, setting: Setting) -> Variant:
@@ -157,13 +173,20 @@ def _variant(work: streams.Work, plan, setting: Setting) -> Variant:
     return Variant(issue)
 
 
-def simulated_blocks(shape: streams.Shape, routes: torch.Tensor, setting: Setting, cost: CostModel) -> dict:
-    """(ready, schedule) -> simulated milliseconds, the median over the layers of routes `[layers,N,K]`."""
+def simulated_blocks(
+    shape: streams.Shape, routes: torch.Tensor, setting: Setting, cost: CostModel, coded=None
+) -> dict:
+    """(ready, schedule) -> simulated milliseconds, the median over the layers of routes `[layers,N,K]`.
+
+    Args:
+        coded: bytes of the encoded components, for a setting whose wire is `coded`.
+    """
     if setting.tokens == 1:  # K distinct experts with one token each: all layers are alike
         routes = routes[:1]
 
     def ms(name: str, layer: torch.Tensor, ready: int) -> float:
-        return simulate.run(schedule.block(name, layer_plan(layer, ready), shape.component_bytes), cost).ms
+        plan = schedule.block(name, layer_plan(layer, ready), coded or shape.component_bytes)
+        return simulate.run(schedule.with_decode(plan) if coded else plan, cost).ms
 
     return {
         (ready, name): float(np.median([ms(name, layer, ready) for layer in routes]))

@@ -37,7 +37,7 @@ def run(
         work.tokens(setting.tokens, setting.top_k, setting.kernels, seed)
         graphs = setting.submission == "graph"
         cost = probes.calibrate(work, transfers, graphs)
-        found = measure(work, setting, samples, budget_s if setting.tokens == 1 else many_s, seed)
+        found = measure(work, [setting], samples, budget_s if setting.tokens == 1 else many_s, seed)[0]
         out += block_rows(work.shape.name, setting, found) + cost_rows(work.shape.name, setting, cost)
     return out
 

@@ -22,6 +22,8 @@ STAGES = {
     "06_kernels": ("How fast are experts, fetch and predictor?", "a GPU, or its records", "records, figures"),
     "07_overlap": ("What is left to gain once every copy is pipelined?", "a GPU, or its records; scores",
                    "records, figures"),
+    "08_wire": ("How few bytes can an expert be, and what does that change?", "a GPU, or its records; weights",
+                "records, figures"),
     "12_paper": (
         "Does all that is said follow from records?",
         "records, figures",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 NAMES = ("demand_serial", "demand_pipelined", "staged_barrier", "staged_pipelined", "component_priority")
 COMPONENTS = ("gate_up", "down")
 PIECES = (*COMPONENTS, "expert")  # what one copy may hold: a component, or both in one piece
-STAGES = ("before", "gate_up", "down", "combine", "down_combine")
+DECODES = tuple(f"decode_{piece}" for piece in PIECES)  # an encoded piece that has arrived becomes weights in its slot
+STAGES = ("before", "gate_up", "down", "combine", "down_combine", *DECODES)
 DEMAND = 1e9  # link priority of bytes the router has asked for; speculation stays far below
 
 
@@ -97,6 +98,8 @@ class Schedule:
     def _check_compute(self, place: int, op: Compute, done: set) -> None:
         if op.stage not in STAGES:
             raise ValueError(f"stage is {op.stage!r}; needed: one of {', '.join(STAGES)}")
+        if op.stage in DECODES and not any(self._brings(need, op) for need in op.needs):
+            raise ValueError(f"operation {place} is {op.stage} of experts {op.experts}; needed: its copy among its needs")
         if op.stage == "combine" and {(op.layer, "down", expert) for expert in op.experts} - done:
             raise ValueError(f"operation {place} combines experts {op.experts} before all of their downs")
         component = {"gate_up": "gate_up", "down": "down", "down_combine": "down"}.get(op.stage)
@@ -111,6 +114,11 @@ class Schedule:
             if component == "down" and (op.layer, "gate_up", expert) not in done:
                 raise ValueError(f"operation {place} computes down of expert {expert} before its gate/up")
         done |= {(op.layer, component, expert) for expert in op.experts}
+
+    def _brings(self, need: int, op: Compute) -> bool:
+        copy = self.ops[need]
+        return isinstance(copy, Copy) and (copy.layer, copy.expert, f"decode_{copy.piece}") == (
+            op.layer, op.experts[0], op.stage)
 
     @property
     def copies(self) -> list[Copy]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import torch
 
 from dualdeadline import kernels, streams
 from dualdeadline.cost import CostModel, TransferModel, work_bytes
-from dualdeadline.schedule import Compute, Copy, Schedule
+from dualdeadline.schedule import DECODES, Compute, Copy, Schedule
 from dualdeadline.streams.bench import Variant, graph, interleaved
 
 MIB = 2**20
@@ -138,6 +139,33 @@ def _stages(work, bytes, samples: int) -> dict[str, TransferModel]:
         sizes, times = zip(*points)
         lines[stage] = TransferModel.fit(sizes, times) if len(set(sizes)) > 1 else TransferModel(times[0], 0.0)
     return lines
+
+
+def decoding(work, cost: CostModel, samples: int = 30) -> CostModel:
+    """`cost` with the decode of encoded pieces: one line in the bytes that appear, and its launch if the host launches.
+
+    Raises:
+        ValueError: the work has no encoded experts.
+    """
+    if work.packed is None:
+        raise ValueError("the work has no encoded experts; needed: Work.pack")
+    bytes, variants, ops = work.shape.component_bytes, {}, {}
+    work.packed.staging.copy_(work.packed.host)
+    rows = [divmod(row, work.shape.E) for row in list(work.packed.place)[:REPEATS]]
+    for stage in DECODES:
+        ops[stage] = [Compute(layer, stage, (expert,)) for layer, expert in rows]
+        replay = graph(lambda stage=stage: [work.compute(op) for op in ops[stage]])
+        variants[stage] = Variant(lambda turn, replay=replay: replay(), queued=True)
+    found = interleaved(variants, samples, device=work.device)
+    times = [np.median(found[stage]) / len(rows) for stage in DECODES]
+    line = TransferModel.fit([work_bytes(stage, 1, bytes) for stage in DECODES], times)
+    stages = dict(cost.stages) | dict.fromkeys(DECODES, line)
+    if not cost.launches:
+        return replace(cost, stages=stages)
+    for stage in DECODES:
+        work.packed.prepare(ops[stage][0])
+    host = _each(lambda: [work.compute(ops[DECODES[0]][0]) for _ in range(8)], 10) / 8
+    return replace(cost, stages=stages, launches=dict(cost.launches) | dict.fromkeys(DECODES, TransferModel(host, 0.0)))
 
 
 def _launches(work, stage: str, number: int) -> Callable[[int], None]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dualdeadline import kernels
-from dualdeadline.schedule import COMPONENTS, Compute, Copy, Schedule
+from dualdeadline.schedule import COMPONENTS, DECODES, Compute, Copy, Schedule
+from dualdeadline.streams.packed import Packed
 from dualdeadline.streams.stages import STAGES
 
 
@@ -72,12 +73,13 @@ class Work:
             raise ValueError(f"top_k is {top_k}; needed: 1 to {shape.E} experts")
         self.shape, self.layers, self.device = shape, layers, torch.device(device)
         self.before, self.rewind = before, rewind
+        self.packed: Packed | None = None
         self._experts(seed)
         self.tokens(tokens, top_k, kernels, seed, routes)
 
     def _experts(self, seed: int) -> None:
         """Random weights in the slots, and the same bytes in host records."""
-        self._pieces: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        self._pieces: dict[tuple[int, str, int], tuple[Tensor, Tensor]] = {}
         shape, draw = self.shape, torch.Generator(self.device).manual_seed(seed)
         size = shape.component_bytes["expert"] // shape.dtype.itemsize
         self.records = torch.empty(self.layers * shape.E, size, dtype=shape.dtype, device=self.device)
@@ -90,6 +92,12 @@ class Work:
         self.parts = {"gate_up": slice(0, cut), "down": slice(cut, None), "expert": slice(None)}
         self.bank = {"gate_up": self.records[:, :cut].unflatten(1, (2 * shape.F, shape.H)),
                      "down": self.records[:, cut:].unflatten(1, (shape.H, shape.F))}
+
+    def pack(self, pairs: Iterable[tuple[int, int]], bits: int = 3) -> dict[str, int]:
+        """Encode some (layer, expert) pairs; bytes that then cross the link. A copy of so many bytes is encoded."""
+        self.packed = Packed(self, pairs, bits)
+        self._pieces.clear()
+        return self.packed.bytes
 
     def tokens(self, tokens: int, top_k: int, kernels: str, seed: int = 0, routes: Tensor | None = None) -> None:
         """New tokens and routes for the same experts."""
@@ -112,31 +120,37 @@ class Work:
     def prepare(self, schedule: Schedule) -> None:
         """Move what the stages look up to the device, so that issuing allocates and waits for nothing."""
         for op in schedule.ops:
-            if isinstance(op, Compute) and op.stage != "before":
+            if isinstance(op, Compute) and op.stage in DECODES:
+                self.packed.prepare(op)
+            elif isinstance(op, Compute) and op.stage != "before":
                 self.stages.prepare(op.layer, op.experts)
                 self.stages.record(op)
             elif isinstance(op, Copy):
                 self._ends(op)
 
     def _ends(self, op: Copy) -> tuple[Tensor, Tensor]:
-        """Slot and host record of a piece."""
-        key = op.layer * self.shape.E + op.expert, op.piece
+        """Slot and host record of a piece, or the staging of its encoded record and that record."""
+        key = op.layer * self.shape.E + op.expert, op.piece, op.bytes
         if key not in self._pieces:
-            size = self.shape.component_bytes[op.piece]
-            if not (0 <= op.expert < self.shape.E and 0 <= op.layer < self.layers and op.bytes == size):
-                raise ValueError(f"{op} does not fit; needed: {size} bytes of one of {self.shape.E} experts in one of "
+            size, coded = self.shape.component_bytes[op.piece], self.packed and self.packed.bytes[op.piece]
+            if not (0 <= op.expert < self.shape.E and 0 <= op.layer < self.layers and op.bytes in (size, coded)):
+                sizes = f"{size}" + (f" or {coded}" if coded else "")
+                raise ValueError(f"{op} does not fit; needed: {sizes} bytes of one of {self.shape.E} experts in one of "
                                  f"{self.layers} layers")
             row, part = key[0], self.parts[op.piece]
-            self._pieces[key] = self.records[row, part], self.host[row, part]
+            raw = op.bytes == size
+            self._pieces[key] = (self.records[row, part], self.host[row, part]) if raw else self.packed.ends(op)
         return self._pieces[key]
 
     def copy(self, op: Copy) -> None:
-        """Copy a piece of an expert from its host record into its slot."""
+        """Copy a piece of an expert from its host record into its slot, or encoded into staging."""
         slot, source = self._ends(op)
         slot.copy_(source, non_blocking=True)
 
     def compute(self, op: Compute) -> None:
-        if op.stage != "before":
+        if op.stage in DECODES:
+            self.packed.decode(op)
+        elif op.stage != "before":
             self.stages.run(op)
         elif self.before:
             self.before[op.layer]()
@@ -155,5 +169,7 @@ class Work:
             for component in COMPONENTS:
                 if (expert, component) not in present:
                     self.records[layer * self.shape.E + expert, self.parts[component]].fill_(float("nan"))
+        if self.packed:
+            self.packed.staging.zero_()  # a decode without its copy writes zeros
         self.out[layer].fill_(float("nan"))
         self.stages.clear()

@@ -10,6 +10,6 @@ The kernels that decode on a GPU are in `kernels/wire.py`.
 
 from dualdeadline.wire.codec import decode, encode, encode_many
 from dualdeadline.wire.format import BITS, BLOCK, WireRecord
-#STORE
+from dualdeadline.wire.store import Store
 
-__all__ = ["BITS", "BLOCK", "WireRecord", "decode", "encode", "encode_many"]
+__all__ = ["BITS", "BLOCK", "Store", "WireRecord", "decode", "encode", "encode_many"]

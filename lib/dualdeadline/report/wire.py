@@ -1,0 +1,103 @@
+"""Tables and text about the wire format: designs, speeds, encoded against raw blocks and steps."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dualdeadline.report import look, text
+from dualdeadline.report.kernels import one
+from dualdeadline.report.tables import Subject, Table, conditions, pivot
+
+STAGE = "08_wire"
+
+
+def designs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Bits per weight by design (rows) and weights (columns), the fewest first; computed bounds are marked."""
+    part = rows[rows.metric == "bits_per_weight"]
+    part = part.assign(design=part.variant + part["config.bound"].eq(True).map({True: " (bound)", False: ""}))
+    wide = part.pivot(index="design", columns="config.weights", values="median")
+    return wide.sort_values(wide.columns[0]).rename_axis(None, axis=1)
+
+
+def decode_rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """Decode on the GPU, GB/s of output, the best launch of each: from device memory and from pinned host memory."""
+    part = rows[rows.metric == "decode_gbps"]
+    part = part.assign(records=part["config.records"].map({1.0: "one record", 16.0: "16 records"}).fillna("16 records"))
+    part = part.assign(way=part.variant + ", " + part.records, mib=(part["config.raw_bytes"] / 2**20).astype(int))
+    wide = part.pivot_table(index=["way", "mib"], columns="config.bits", values="median", aggfunc="max")
+    wide.columns = [f"{int(bits)} bits" for bits in wide.columns]
+    return wide.rename_axis(index=["from", "MiB each"])
+
+
+def lines(rows: pd.DataFrame, schedules, shape: str = "olmoe") -> pd.DataFrame:
+    """Measured block rows of some schedules, raw and coded as lines of their own."""
+    part = rows[(rows.metric == "block_ms") & (rows.kind == "measured") & (rows["config.shape"] == shape)]
+    part = part[part.variant.isin(schedules)]
+    return part.assign(variant=part.variant.map(look.label) + ", " + part["config.wire"])
+
+
+def against_floor(rows: pd.DataFrame, shapes) -> pd.DataFrame:
+    """Median block, floor of its own copies and what lies between, ms, by shape, wire, ready and schedule."""
+    part = rows[rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured") & rows["config.shape"].isin(shapes)]
+    part = part[part.variant != "resident"]
+    keys = ["config.shape", "config.wire", "config.ready", "variant"]
+    wide = part.pivot_table(index=keys, columns="metric", values="median")
+    wide = wide.assign(over_ms=wide.block_ms - wide.floor_ms)
+    return wide.rename_axis(index=["shape", "wire", "ready", "schedule"]).rename(index=look.label, level="schedule")
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Simulated against measured blocks with the relative error (share)."""
+    part = rows[(rows.metric == "block_ms") & (rows.variant != "resident")]
+    keys = ["variant", "config.shape", "config.wire", "config.ready"]
+    wide = part.pivot_table(index=keys, columns="kind", values="median").dropna().reset_index()
+    return wide.assign(error=wide.simulated / wide.measured - 1)
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Decode-step times, raw and coded, and their ratio, by slots, as text."""
+    part = rows[rows.metric.isin(["step_ms", "step_time_ratio"])]
+    words = part.variant.map(look.label) + ", " + part["config.wire"].astype(object).where(part.metric == "step_ms", "")
+    part = part.assign(line=words.str.removesuffix(", "))
+    return pivot(part, "config.slots", index="line", head="step, ms \\ slots", digits=3).set_index("step, ms \\ slots")
+
+
+def answer(rows: pd.DataFrame, fits: pd.DataFrame, bits: int) -> str:
+    """The stage's result in Markdown, from its rows."""
+    weights = one(rows, "bits_per_weight", f"{bits}-bit runs, 4-bit escapes", weights="normal")
+    least = rows[(rows.metric == "block_ms") & (rows.kind == "measured") & (rows["config.shape"] == "olmoe")]
+    least = least[(least["config.ready"] == 0) & (least.variant != "resident")].groupby("config.wire")["median"].min()
+    floor = rows[(rows.metric == "floor_ms") & (rows["config.shape"] == "olmoe") & (rows["config.wire"] == "coded")]
+    floor = floor[floor["config.ready"] == 0]["median"].min()
+    share = fits.set_index(["piece", "wire"]).share["gate_up"]
+    ratio = rows[(rows.metric == "step_time_ratio") & (rows.variant == "encoded-raw")].sort_values("config.slots")
+    said = "; ".join(f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}"
+                     for _, row in ratio.iterrows()) or "not measured yet"
+    return (
+        f"{weights:.2f} bits per weight instead of 16. Eight missing OLMoE-sized experts: {least['coded']:.3f} ms encoded "
+        f"(their copies alone {floor:.3f}) against {least['raw']:.3f} ms raw, equal bits. A layer of the captured stock "
+        f"model hides {share['coded']:.0%} of an encoded gate/up and {share['raw']:.0%} of a raw one. Decode step, "
+        f"encoded over raw: {said}."
+    )
+
+
+def wire_blocks(about: Subject) -> Table:
+    """Raw and encoded blocks beside the floor of their copies."""
+    rows = about.rows(STAGE, ["block_ms", "floor_ms"], shape="olmoe")
+    rows = rows[(rows.kind == "measured") & rows.variant.isin(["demand_serial", "demand_pipelined", "component_priority"])]
+    word = {"block_ms": "", "floor_ms": ", floor"}
+    part = rows.assign(line=rows.variant.map(look.label) + ", " + rows["config.wire"] + rows.metric.map(word))
+    caption = (
+        "One block of eight OLMoE-sized experts, raw and encoded on the link, by gate/ups already present: median ms "
+        f"(20 to 80 %), and the same copies back to back. {conditions(rows)}."
+    )
+    return Table("wire_blocks", caption, pivot(part, "config.ready", index="line", head="schedule \\ ready"), rows, wide=True)
+
+
+def wire_designs(about: Subject) -> Table:
+    """Bits per weight by design."""
+    rows = about.rows(STAGE, "bits_per_weight")
+    frame = designs(rows)
+    shown = frame.apply(lambda column: column.map("{:.2f}".format)).rename_axis("design").reset_index()
+    caption = f"Bits per weight by design and weights; bounds count exponents only. {conditions(rows)}."
+    return Table("wire_designs", caption, shown, rows)
