@@ -57,8 +57,9 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Decode-step times, raw and coded, and their ratio, by slots, as text."""
     part = rows[rows.metric.isin(["step_ms", "step_time_ratio"])]
-    words = part.variant.map(look.label) + ", " + part["config.wire"].astype(object).where(part.metric == "step_ms", "")
-    part = part.assign(line=words.str.removesuffix(", "))
+    words = [look.label(name) + (f", {way}" if metric == "step_ms" else "")
+             for name, way, metric in zip(part.variant, part["config.wire"], part.metric)]
+    part = part.assign(line=words)
     return pivot(part, "config.slots", index="line", head="step, ms \\ slots", digits=3).set_index("step, ms \\ slots")
 
 

@@ -70,12 +70,17 @@ def _host_ms(variant: Variant, turn: int, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def graph(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` as a CUDA graph, after one run outside of it; returns the replay, which keeps `work` and its buffers."""
+def graph(work: Callable[[], None], warm: bool = True) -> Callable[[], None]:
+    """`work` as a CUDA graph; returns the replay, which keeps `work` and its buffers.
+
+    Args:
+        warm: run it once outside of the graph first, which compiles its kernels.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()
+        if warm:
+            work()
     side.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=side):

@@ -45,6 +45,10 @@ class Packed:
         self.slots = torch.tensor(rows, dtype=torch.int32, device=work.device)
         self.one = torch.ones(1, dtype=torch.int32, device=work.device)
         self.replays: dict[tuple[int, str], object] = {}
+        if work.device.type == "cuda":  # compiles the decode; later captures run nothing, so no slot changes
+            self.staging.copy_(self.host)
+            self._decode(0, "decode_expert")
+            self.staging.zero_()
 
     def ends(self, op: Copy) -> tuple[torch.Tensor, torch.Tensor]:
         """Staging and host record of a piece."""
@@ -61,7 +65,7 @@ class Packed:
         """Capture a decode, so that the host replays it in microseconds."""
         key = self._place(op.layer, op.experts[0]), op.stage
         if self.work.device.type == "cuda" and key not in self.replays:
-            self.replays[key] = graph(lambda: self._decode(*key))
+            self.replays[key] = graph(lambda: self._decode(*key), warm=False)
 
     def decode(self, op: Compute) -> None:
         """Decode what an operation names from staging into its slot."""
