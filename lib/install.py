@@ -111,7 +111,7 @@ def two_parts(lock):
 
 
 def install_lock(pip, folder, lock):
-    """Two halves of the lock side by side, then what pip finds missing, such as the CUDA libraries of a GPU build."""
+    """Two halves of the lock side by side, then what is missing if pip says so, such as a GPU build's CUDA libraries."""
     with open(lock) as handle:
         parts = two_parts(handle.read())
     running = []
@@ -125,7 +125,8 @@ def install_lock(pip, folder, lock):
         started.wait()
     for command, started in running:
         check(command, started.returncode)
-    run(pip + ["--quiet", "-r", lock])
+    if subprocess.call(pip[: pip.index("install")] + ["check"], stdout=subprocess.DEVNULL) != 0:
+        run(pip + ["--quiet", "-r", lock])
 
 
 def install(python, folder):

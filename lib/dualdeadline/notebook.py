@@ -12,12 +12,12 @@ import io
 import re
 from collections import Counter
 from pathlib import Path
-
-import jupytext
-import nbformat
-from nbformat import NotebookNode
+from typing import TYPE_CHECKING
 
 from dualdeadline import manifest, paths
+
+if TYPE_CHECKING:  # importing nbformat takes seconds, and processes that only hash code import this module
+    from nbformat import NotebookNode
 
 TAGS = ("parameters", "gpu", "slow", "figure", "table", "nbval-check-output", "nbval-skip")
 KEPT_TYPES = ("text/plain", "text/markdown", "text/html", "text/latex", "image/png")
@@ -36,6 +36,8 @@ def load(path: Path) -> NotebookNode:
     Raises:
         ValueError: the file is no py:percent notebook.
     """
+    import jupytext
+
     notebook = jupytext.read(path, fmt="py:percent")
     if "kernelspec" not in notebook.metadata:
         raise ValueError(f"{path}: no header with a kernelspec; copy the header of another notebook")
@@ -147,6 +149,8 @@ def _numbered(output: NotebookNode, count: int) -> NotebookNode:
 
 def _clean(output: NotebookNode, where: str) -> NotebookNode | None:
     """One output without paths of this machine; None for progress bars and warnings (standard error)."""
+    import nbformat
+
     if output.output_type == "stream":
         text = _neutral(output.text)
         return None if output.name == "stderr" else nbformat.v4.new_output("stream", text=text)
@@ -198,6 +202,8 @@ def keep_outputs(source: NotebookNode, old: NotebookNode) -> NotebookNode:
 
 def write(notebook: NotebookNode, path: Path) -> None:
     """Write an `.ipynb` atomically; the same notebook gives the same bytes."""
+    import nbformat
+
     nbformat.validate(notebook)
     manifest.write_text(path, nbformat.writes(notebook) + "\n")
 
@@ -208,6 +214,8 @@ def read(path: Path) -> NotebookNode:
     Raises:
         ValueError: the file is truncated or no notebook.
     """
+    import nbformat
+
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import pandas as pd
 from dualdeadline import steps, streams
 from dualdeadline.overlap.blocks import Setting, measure, simulated_blocks
 from dualdeadline.overlap.rows import block_rows, cost_rows, measured, simulated_rows
-from dualdeadline.overlap.study import recorded_cost
+from dualdeadline.overlap.study import recorded_cost, recorded_step_cost
 from dualdeadline.schedule import COMPONENTS, Copy
 from dualdeadline.streams import probes
 
@@ -88,21 +89,40 @@ def pack_for(recorded: steps.Steps, work: streams.Work, chosen: Sequence[steps.C
     recorded.coded_bytes = {part: work.packed.bytes[part] for part in COMPONENTS}
 
 
-def step_rows(found: pd.DataFrame, chosen: Sequence[steps.Case], resamples: int, seed: int) -> list[dict]:
-    """Mean step times, and the ratio of encoded to raw with an interval over prompts and their samples."""
+def simulate_steps(recorded: steps.Steps, chosen: Sequence[steps.Case], rows: pd.DataFrame, link: pd.DataFrame,
+                   shape: streams.Shape) -> pd.DataFrame:
+    """Steps as one CUDA graph would run them: no host, decode and kernels as in the blocks, attention as in 07.
+
+    Args:
+        rows, link: records of 08 and of 07.
+
+    Returns:
+        As `steps.Steps.simulate`.
+    """
+    cost = recorded_cost(rows, shape, settings([0])[1])
+    recorded.coded_bytes = recorded_sizes(rows, shape.name)
+    return recorded.simulate(chosen, replace(cost, before_ms=recorded_step_cost(link, shape).before_ms))
+
+
+def step_rows(found: pd.DataFrame, chosen: Sequence[steps.Case], kind: str, resamples: int, seed: int) -> list[dict]:
+    """Mean step times, and the ratio of encoded to raw with an interval over prompts and their samples.
+
+    Simulated steps have metrics of their own, which no verdict finds.
+    """
+    said = "" if kind == "measured" else f"{kind}_"
     wide, out = steps.wide(found), []
     places = {case: number for number, case in enumerate(chosen)}
     base = chosen[0].schedule
     for case, number in places.items():
         mean, low, high, n = steps.two_level(wide[number], resamples, seed)
         config = {"slots": case.slots, "wire": WIRES[case.coded]}
-        out.append(dict(variant=case.schedule, metric="step_ms", unit="ms", kind="measured", median=mean, low=low,
+        out.append(dict(variant=case.schedule, metric=f"{said}step_ms", unit="ms", kind=kind, median=mean, low=low,
                         high=high, n=n, config=config))
         if case.coded:
             raw = places[steps.Case(case.schedule, case.slots)]
             mean, low, high, n = steps.two_level(wide[number] / wide[raw], resamples, seed)
             name = "encoded-raw" if case.schedule == base else f"encoded-raw, {case.schedule}"
-            out.append(dict(variant=name, metric="step_time_ratio", unit="ratio", kind="measured", median=mean, low=low,
+            out.append(dict(variant=name, metric=f"{said}step_time_ratio", unit="ratio", kind=kind, median=mean, low=low,
                             high=high, n=n, config={"slots": case.slots}))
     return out
 

@@ -56,9 +56,9 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Decode-step times, raw and coded, and their ratio, by slots, as text."""
-    part = rows[rows.metric.isin(["step_ms", "step_time_ratio"])]
-    words = [look.label(name) + (f", {way}" if metric == "step_ms" else "")
-             for name, way, metric in zip(part.variant, part["config.wire"], part.metric)]
+    part = rows[rows.metric.str.endswith("step_ms") | rows.metric.str.endswith("step_time_ratio")]
+    words = [f"{look.label(name)}, {way + ', ' if metric.endswith('step_ms') else ''}{kind}"
+             for name, way, metric, kind in zip(part.variant, part["config.wire"], part.metric, part.kind)]
     part = part.assign(line=words)
     return pivot(part, "config.slots", index="line", head="step, ms \\ slots", digits=3).set_index("step, ms \\ slots")
 
@@ -71,9 +71,10 @@ def answer(rows: pd.DataFrame, fits: pd.DataFrame, bits: int) -> str:
     floor = rows[(rows.metric == "floor_ms") & (rows["config.shape"] == "olmoe") & (rows["config.wire"] == "coded")]
     floor = floor[floor["config.ready"] == 0]["median"].min()
     share = fits.set_index(["piece", "wire"]).share["gate_up"]
-    ratio = rows[(rows.metric == "step_time_ratio") & (rows.variant == "encoded-raw")].sort_values("config.slots")
+    ratio = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw")]
+    ratio = ratio[ratio.kind == ratio.kind.min()].sort_values("config.slots")  # measured ones where there are any
     said = "; ".join(f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}"
-                     for _, row in ratio.iterrows()) or "not measured yet"
+                     for _, row in ratio.iterrows()) + f" ({ratio.kind.iloc[0]})"
     return (
         f"{weights:.2f} bits per weight instead of 16. Eight missing OLMoE-sized experts: {least['coded']:.3f} ms encoded "
         f"(their copies alone {floor:.3f}) against {least['raw']:.3f} ms raw, equal bits. A layer of the captured stock "

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, OlmoeConfig, StaticCache
 
 from dualdeadline.streams.bench import Variant, graph, interleaved
 
@@ -35,6 +34,8 @@ class StockLayers:
     def __init__(
         self, context: int = 512, device="cuda", experts_implementation: str = "eager", seed: int = 0, **sizes
     ):
+        from transformers import AutoModelForCausalLM, OlmoeConfig, StaticCache  # seconds, where no GPU needs them
+
         config = OlmoeConfig(**(OLMOE_CONFIG | sizes))
         torch.manual_seed(seed)
         with torch.device(device):
