@@ -8,7 +8,7 @@ import pandas as pd
 
 from dualdeadline import manifest, schedule
 from dualdeadline.overlap import Setting
-from dualdeadline.report import kernels, latex, overlap, published, routing, runtime, text, verdicts
+from dualdeadline.report import kernels, latex, overlap, published, routing, runtime, text, verdicts, wire
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
 
@@ -34,6 +34,7 @@ def every(about: Subject) -> list[Number]:
         *_cache(about),
         *_kernels(about),
         *_blocks(about),
+        *_wire(about),
         *_verdicts(about),
         *_run(about),
         _commit(about),
@@ -149,6 +150,33 @@ def _blocks(about: Subject) -> list[Number]:
         "simulator_median_all": f"{found['error'].abs().median():.1%}",
         "step_error_worst": f"{_step_error(about):.0f}",
         "simulator_worst_all": f"{found['error'].abs().max():.1%}",
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _wire(about: Subject) -> list[Number]:
+    """Bits per weight, the decode's rate, encoded against raw blocks and steps, and what a layer's time hides."""
+    kinds = ["bits_per_weight", "block_ms", "floor_ms", "decode_gbps", "step_time_ratio", "simulated_step_time_ratio"]
+    rows = about.rows(wire.STAGE, kinds)
+    blocks = wire.best(rows)
+    floor = rows[(rows["metric"] == "floor_ms") & (rows["config.shape"] == "olmoe") & (rows["config.wire"] == "coded")]
+    rates = rows[(rows["metric"] == "decode_gbps") & (rows["variant"] == "device") & (rows["config.bits"] == wire.BITS)]
+    share = wire.fits(about.workspace, about.model).set_index(["piece", "wire"])
+    kind, ratio = wire.ratios(rows)
+    said = {
+        "wire_bits": f"{wire.bits_per_weight(rows, 'normal'):.2f}",
+        "wire_bits_model": f"{wire.bits_per_weight(rows, about.model):.2f}",
+        "wire_entropy": f"{kernels.one(rows, 'bits_per_weight', 'entropy', weights='normal'):.2f}",
+        "wire_raw_ms": f"{blocks['raw', 0]:.3f}",
+        "wire_coded_ms": f"{blocks['coded', 0]:.3f}",
+        "wire_coded_ready_ms": f"{blocks['coded', 4]:.3f}",
+        "wire_coded_floor": f"{floor[floor['config.ready'] == 0]['median'].min():.3f}",
+        "wire_decode_gbps": text.count(round(rates["median"].max())),
+        "wire_copy_raw_ms": f"{share.copy_ms['gate_up', 'raw']:.3f}",
+        "wire_copy_coded_ms": f"{share.copy_ms['gate_up', 'coded']:.3f}",
+        "wire_window_ms": f"{share.window_ms['gate_up', 'raw']:.3f}",
+        "wire_step_kind": kind,
+        "wire_step_ratios": ratio,
     }
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 

@@ -11,6 +11,7 @@ from dualdeadline.report.overlap import blocks, decode_steps, validation
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
 from dualdeadline.report.replay import caches, credit, prefetch, replay
 from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions, pivot
+from dualdeadline.report.wire import wire_blocks, wire_designs
 
 
 def traces(about: Subject) -> Table:
@@ -97,7 +98,7 @@ def sources(about: Subject) -> Table:
 TABLES = {
     made.__name__: made
     for made in (traces, recall, horizons, generalisation, domains, misses, prediction)
-    + (caches, prefetch, replay, credit, kernels, blocks, validation, decode_steps)
+    + (caches, prefetch, replay, credit, kernels, blocks, validation, decode_steps, wire_designs, wire_blocks)
     + (training, hypotheses, sources)
 }
 

@@ -28,7 +28,12 @@ misses (H2): **{verdict_h2}**, {comparisons_h2} comparisons. LRU with {cache_slo
 with two deadlines per expert, and {block_component_priority} ms with two deadlines for the last expert only;
 the copies alone need {block_floor} ms (measured, one token, fused kernels in a CUDA graph). Sample by sample,
 two deadlines for every expert change the pipelined block by {staged_gain_ms} ms, for the last one only by
-{priority_gain_ms} ms (median, 20 to 80 %). Whether whole decode steps gain (H1): **{verdict_h1}**.
+{priority_gain_ms} ms (median, 20 to 80 %). That whole decode steps gain (H1): **{verdict_h1}**.
+
+**Fewer bytes** do what a second deadline does not: a lossless wire format puts a bfloat16 weight on the link in {wire_bits}
+bits (the exponents' entropy allows {wire_entropy}) and is decoded at {wire_decode_gbps} GB/s, so the same block takes {wire_coded_ms} ms
+with equal bits. Gate and up of one expert then cross in {wire_copy_coded_ms} ms instead of {wire_copy_raw_ms}, within the {wire_window_ms} ms
+that a captured layer needs up to its router. Decode steps, encoded over raw ({wire_step_kind}): {wire_step_ratios}.
 
 **Time.** All of it runs again on {run_machine} in {run_minutes} minutes.
 """

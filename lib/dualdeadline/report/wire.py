@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dualdeadline import paths, record, streams
+from dualdeadline.overlap import wired
 from dualdeadline.report import look, text
 from dualdeadline.report.kernels import one
 from dualdeadline.report.tables import Subject, Table, conditions, pivot
 
 STAGE = "08_wire"
+BITS = 3  # width of the first code that blocks and steps use
+
+
+def bits_per_weight(rows: pd.DataFrame, weights: str, bits: int = BITS) -> float:
+    """Bits per weight of the format in use for some weights."""
+    return one(rows, "bits_per_weight", f"{bits}-bit runs, 4-bit escapes", weights=weights)
+
+
+def best(rows: pd.DataFrame, shape: str = "olmoe") -> pd.Series:
+    """Median ms of the fastest measured schedule by (wire, ready)."""
+    part = rows[(rows.metric == "block_ms") & (rows.kind == "measured") & (rows["config.shape"] == shape)]
+    return part[part.variant != "resident"].groupby(["config.wire", "config.ready"])["median"].min()
+
+
+def ratios(rows: pd.DataFrame) -> tuple[str, str]:
+    """Kind and text of the ratio of encoded to raw decode steps by slots; measured ones where there are any."""
+    part = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw")]
+    part = part[part.kind == part.kind.min()].sort_values("config.slots")
+    said = [f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}" for _, row in part.iterrows()]
+    return part.kind.iloc[0], "; ".join(said)
+
+
+def fits(workspace: paths.Workspace, model: str) -> pd.DataFrame:
+    """`overlap.wired.fits` of OLMoE's sizes from the records of 07 (copies, windows) and 08 (record sizes)."""
+    rows, link = (record.read(workspace, stage, model) for stage in (STAGE, "07_overlap"))
+    copies = link[(link.metric == "copy_ms") & (link.variant == "behind") & (link["config.submission"] == "graph")]
+    layer = link[(link.metric == "window_ms") & link.variant.str.endswith("graph")]
+    sizes = wired.recorded_sizes(rows, "olmoe")
+    return wired.fits(sizes, streams.OLMOE.component_bytes, copies, layer)
 
 
 def designs(rows: pd.DataFrame) -> pd.DataFrame:
@@ -63,23 +94,17 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     return pivot(part, "config.slots", index="line", head="step, ms \\ slots", digits=3).set_index("step, ms \\ slots")
 
 
-def answer(rows: pd.DataFrame, fits: pd.DataFrame, bits: int) -> str:
-    """The stage's result in Markdown, from its rows."""
-    weights = one(rows, "bits_per_weight", f"{bits}-bit runs, 4-bit escapes", weights="normal")
-    least = rows[(rows.metric == "block_ms") & (rows.kind == "measured") & (rows["config.shape"] == "olmoe")]
-    least = least[(least["config.ready"] == 0) & (least.variant != "resident")].groupby("config.wire")["median"].min()
-    floor = rows[(rows.metric == "floor_ms") & (rows["config.shape"] == "olmoe") & (rows["config.wire"] == "coded")]
-    floor = floor[floor["config.ready"] == 0]["median"].min()
-    share = fits.set_index(["piece", "wire"]).share["gate_up"]
-    ratio = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw")]
-    ratio = ratio[ratio.kind == ratio.kind.min()].sort_values("config.slots")  # measured ones where there are any
-    said = "; ".join(f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}"
-                     for _, row in ratio.iterrows()) + f" ({ratio.kind.iloc[0]})"
+def answer(rows: pd.DataFrame, hidden: pd.DataFrame) -> str:
+    """The stage's result in Markdown, from its rows and from `fits`."""
+    least, floor = best(rows), rows[(rows.metric == "floor_ms") & (rows["config.shape"] == "olmoe")]
+    floor = floor[(floor["config.ready"] == 0) & (floor["config.wire"] == "coded")]["median"].min()
+    share = hidden.set_index(["piece", "wire"]).share["gate_up"]
+    kind, ratio = ratios(rows)
     return (
-        f"{weights:.2f} bits per weight instead of 16. Eight missing OLMoE-sized experts: {least['coded']:.3f} ms encoded "
-        f"(their copies alone {floor:.3f}) against {least['raw']:.3f} ms raw, equal bits. A layer of the captured stock "
-        f"model hides {share['coded']:.0%} of an encoded gate/up and {share['raw']:.0%} of a raw one. Decode step, "
-        f"encoded over raw: {said}."
+        f"{bits_per_weight(rows, 'normal'):.2f} bits per weight instead of 16. Eight missing OLMoE-sized experts: "
+        f"{least['coded', 0]:.3f} ms encoded (their copies alone {floor:.3f}) against {least['raw', 0]:.3f} ms raw, equal "
+        f"bits. Attention and router of a captured stock layer hide {share['coded']:.0%} of an encoded gate/up and "
+        f"{share['raw']:.0%} of a raw one. Decode step, encoded over raw ({kind}): {ratio}."
     )
 
 
