@@ -103,7 +103,7 @@ def install_without_compiler(python, folder, pip):
 
 
 def two_parts(lock):
-    """Lines of the lock as two lists that take about as long: five large packages and a third of the rest, the others."""
+    """Lines of the lock as two lists that take about as long: large packages and a third of the rest; the others."""
     lines = [line for line in lock.splitlines() if "==" in line and not line.startswith(("#", "-"))]
     large = [line for line in lines if re.split("[=;@ ]", line)[0].lower() in LARGE]
     rest = [line for line in lines if line not in large]
@@ -111,7 +111,7 @@ def two_parts(lock):
 
 
 def install_lock(pip, folder, lock):
-    """Two halves of the lock side by side, then what is missing if pip says so, such as a GPU build's CUDA libraries."""
+    """Two halves of the lock side by side, then what pip says is missing, such as a GPU build's CUDA libraries."""
     with open(lock) as handle:
         parts = two_parts(handle.read())
     running = []

@@ -117,8 +117,8 @@ assert found["equal"] == found["tensors"] and found["raw"] >= 1 and found["refus
 print({name: count for name, count in found.items() if name != "raw"})
 
 # %% [markdown]
-# The GPU kernel takes eight weights at a time: a byte of each bit plane becomes eight codes by one multiplication per half, a scan counts the
-# escapes before each eight, and sign, mantissa and exponent are put together in packed words. Here on a small bank, in Triton's
+# The GPU kernel takes eight weights at a time: a byte of each bit plane becomes eight codes by one multiplication per half, a scan counts
+# the escapes before each eight, and sign, mantissa and exponent are put together in packed words. Here on a small bank, in Triton's
 # interpreter where there is no GPU:
 
 # %%

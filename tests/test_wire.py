@@ -94,7 +94,8 @@ KINDS = {  # name -> words, and what the header must say
     "normal": (words_of(normal(50_001)), lambda h: h["escape_count"] > 0 and h["zero"] == 0),
     "NaN payloads": (strewn(narrow(50_001), 601, 0x7F81, 0x7FC0, 0xFFFF, 0xFF81, 0x7FAA), lambda h: h["patch_count"] > 400),
     "infinities": (strewn(narrow(50_001), 997, 0x7F80, 0xFF80), lambda h: h["patch_count"] == 102),
-    "few zeros": (strewn(narrow(50_001), 997, 0x0000, 0x8000), lambda h: h["patch_count"] == 102 and not h["zero"]),
+    "few zeros": (strewn(narrow(50_001, exponents=(112, 128)), 997, 0x0000, 0x8000),
+                  lambda h: h["patch_count"] == 102 and not h["zero"]),
     "subnormals": (narrow(50_001, exponents=(0, 1)), lambda h: not (h["base"] or h["zero"] or h["escape_count"])),
     "pruned": (narrow(50_001) * (np.arange(50_001) % 2).astype(np.uint16), lambda h: h["zero"] and not h["patch_count"]),
     "pruned, signed zeros": (strewn(narrow(50_001), 3, 0x0000, 0x8000), lambda h: h["zero"] and not h["patch_count"]),
@@ -102,8 +103,8 @@ KINDS = {  # name -> words, and what the header must say
     "all NaN": (narrow(50_001, exponents=(255, 256)), lambda h: h["escape_count"] == 0),
     "highest exponents": (narrow(50_001, exponents=(249, 256)), lambda h: h["base"] + 2 ** h["bits"] <= 257),
     "lowest exponents": (narrow(50_001, exponents=(0, 7)), lambda h: h["base"] < 8 and not h["patch_count"]),
-    "wide": (strewn(narrow(50_001), 50, *(exponent << 7 for exponent in range(0, 240, 79))),
-             lambda h: h["patch_count"] > 3000),
+    "wide": (strewn(narrow(50_001), 100, *(exponent << 7 for exponent in range(1, 240, 79))),
+             lambda h: h["patch_count"] > 1900),
 }
 
 
@@ -132,7 +133,7 @@ def test_escapes_on_both_sides_of_the_run(bits, gap):
 
 @widths
 def test_patches_at_block_borders_are_listed_in_order(bits):
-    words = narrow(6 * BLOCK + 77)
+    words = narrow(6 * BLOCK + 77, exponents=(110, 127))
     places = [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 3 * BLOCK, 5 * BLOCK - 1, 5 * BLOCK, 6 * BLOCK, len(words) - 1]
     words[places] = np.arange(0x7F80, 0x7F80 + len(places))
     record = there_and_back(tensor_of(words), bits)
@@ -341,13 +342,13 @@ def test_the_check_of_the_notebook_can_fail(monkeypatch):
     found = speed.check_codec()
     assert found["equal"] == found["tensors"] and found["refused"] == found["damaged"] > 0
     assert 0 < found["raw"] < found["tensors"]
-    monkeypatch.setattr(speed, "decode", lambda record: torch.zeros(record.shape, dtype=record.dtype))
+    monkeypatch.setattr(speed, "decode", lambda record: torch.zeros(1))
     found = speed.check_codec()
     assert found["equal"] < found["tensors"] and found["refused"] == 0
 
 
 def component(name):
-    return normal(4_000 + 300 * NAMES.index(name), NAMES.index(name)).view(-1, 20)
+    return normal(20_000 + 300 * NAMES.index(name), NAMES.index(name)).view(-1, 20)
 
 
 class Loader:
@@ -524,7 +525,7 @@ def test_the_design_that_was_chosen_is_near_its_bound():
     bits, bound = found.bits_per_weight, found.bound
     run = bits["3-bit runs, 4-bit escapes"]
     assert bits["3-bit ranks, 4-bit escapes"] <= run <= bits["3-bit ranks, 4-bit escapes"] + 0.05
-    assert run == min(bits[~bound])
+    assert run == min(bits[f"{width}-bit runs, 4-bit escapes"] for width in BITS)
     assert bits["entropy"] == bits.min() and bits["Huffman"] == bits.drop("entropy").min()
     assert not bound[[f"{width}-bit runs, 4-bit escapes" for width in BITS]].any() and bound["Huffman"]
     assert bits["zstd"] < 16.1 and bits["lz4, bytes split"] < 16.1

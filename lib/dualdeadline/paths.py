@@ -24,7 +24,8 @@ FIGURES = ROOT / "figures"
 PAPER = ROOT / "paper"
 TESTS = ROOT / "tests"
 DOWNLOADS = DATA / "downloads"
-ON_GPU = ("06_kernels", "07_overlap", "08_wire")  # stages that measure on a GPU and show committed measurements without one
+# stages that measure on a GPU and show committed measurements without one
+ON_GPU = ("06_kernels", "07_overlap", "08_wire")
 TRAINED = ("90_pilot_model",)  # stages whose notebook only reads records
 
 

@@ -24,11 +24,23 @@ def _bytes_of(nibble):
 
 
 @triton.jit
+def _some_bit(codes, BITS: tl.constexpr):
+    """Four bytes of 1 where a byte of `codes` is not 0, else 0."""
+    found = codes | (codes >> 1)
+    if BITS > 2:
+        found |= codes >> 2
+    if BITS > 3:
+        found |= codes >> 3
+    return found & 0x01010101
+
+
+@triton.jit
 def _shuffle(low, high, UPPER: tl.constexpr, ASM: tl.constexpr):
     """Two 16-bit values from bytes 0 and 1 (UPPER: 2 and 3) of their low and high halves."""
     if ASM:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
-                                         [low, high, 0x7362 if UPPER else 0x5140], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, 0x7362 if UPPER else 0x5140], tl.int32, True, 1
+        )
     SHIFT: tl.constexpr = 16 if UPPER else 0
     first = ((low >> SHIFT) & 0xFF) | (((high >> SHIFT) & 0xFF) << 8)
     second = ((low >> (SHIFT + 8)) & 0xFF) | (((high >> (SHIFT + 8)) & 0xFF) << 8)
@@ -45,9 +57,25 @@ def _values(kept, exponent, ASM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "count_ptr", "rows", "slots"])
-def decode_kernel(bytes_ptr, words_ptr, longs_ptr, out_ptr, rows_ptr, slots_ptr, count_ptr, stride, out_stride, rows,
-                  slots, quads, BITS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr,
-                  ASM: tl.constexpr):
+def decode_kernel(
+    bytes_ptr,
+    words_ptr,
+    longs_ptr,
+    out_ptr,
+    rows_ptr,
+    slots_ptr,
+    count_ptr,
+    stride,
+    out_stride,
+    rows,
+    slots,
+    quads,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """out[slots[m]] = the values of record rows[m] for the first `count_ptr[0]` m; programs (m, p) take blocks in turn.
 
     Records come as bytes, 32-bit and 64-bit words, slots as `quads` 64-bit words of four values; `stride` counts bytes,
@@ -106,12 +134,8 @@ def decode_kernel(bytes_ptr, words_ptr, longs_ptr, out_ptr, rows_ptr, slots_ptr,
             named += lowest * (exponent & 255).to(tl.int64)
             left ^= lowest
             names = names >> 4
-        keep_a, keep_b = code_a | (code_a >> 1), code_b | (code_b >> 1)
-        if BITS > 2:
-            keep_a, keep_b = keep_a | (code_a >> 2), keep_b | (code_b >> 2)
-        if BITS > 3:
-            keep_a, keep_b = keep_a | (code_a >> 3), keep_b | (code_b >> 3)
-        keep_a, keep_b = ((keep_a | ones) & 0x01010101 & ~mark_a) * 255, ((keep_b | ones) & 0x01010101 & ~mark_b) * 255
+        keep_a = ((_some_bit(code_a, BITS) | ones) & ~mark_a) * 255
+        keep_b = ((_some_bit(code_b, BITS) | ones) & ~mark_b) * 255
         power_a = ((code_a + full) & keep_a) | named.to(tl.int32)
         power_b = ((code_b + full) & keep_b) | (named >> 32).to(tl.int32)
         value = tl.join(_values(kept.to(tl.int32), power_a, ASM), _values((kept >> 32).to(tl.int32), power_b, ASM))
@@ -129,8 +153,16 @@ def decode_kernel(bytes_ptr, words_ptr, longs_ptr, out_ptr, rows_ptr, slots_ptr,
                 tl.store(halves_out + spot, patch, mask=own)
 
 
-def decode(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Tensor, bits: int = 3,
-           programs: int | None = None, warps: int = 4) -> Tensor:
+def decode(
+    records: Tensor,
+    bank: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    count: Tensor,
+    bits: int = 3,
+    programs: int | None = None,
+    warps: int = 4,
+) -> Tensor:
     """Decode records[rows[m]] into bank[slots[m]] for m below count[0]; returns the bank.
 
     An id out of range skips its record, a count above M is M. Records are trusted: verify them when they are loaded.
@@ -153,29 +185,51 @@ def decode(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Te
     if programs is None:
         programs = blocks if records.device == bank.device else -(-HOST_PROGRAMS // max(1, len(rows)))
     decode_kernel[(len(rows), min(programs, blocks))](
-        records, records.view(torch.int32), records.view(torch.int64), bank.view(torch.int64), rows, slots, count,
-        records.stride(0), bank.stride(0) // 4, len(records), len(bank), size // 4, BITS=bits, BLOCK=layout.BLOCK,
-        HEADER=layout.HEADER, FIELDS=FIELDS, ASM=not INTERPRETED, num_warps=warps)
+        records,
+        records.view(torch.int32),
+        records.view(torch.int64),
+        bank.view(torch.int64),
+        rows,
+        slots,
+        count,
+        records.stride(0),
+        bank.stride(0) // 4,
+        len(records),
+        len(bank),
+        size // 4,
+        BITS=bits,
+        BLOCK=layout.BLOCK,
+        HEADER=layout.HEADER,
+        FIELDS=FIELDS,
+        ASM=not INTERPRETED,
+        num_warps=warps,
+    )
     return bank
 
 
 def _check(records: Tensor, bank: Tensor, rows: Tensor, slots: Tensor, count: Tensor, bits: int) -> None:
     if records.dtype != torch.uint8 or records.dim() != 2 or records.stride(1) != 1 or records.stride(0) % 16:
-        raise ValueError(f"records are {records.dtype} {tuple(records.shape)}, strides {records.stride()}; needed: "
-                         "uint8 [R, stride], rows of multiples of 16 bytes")
+        raise ValueError(
+            f"records are {records.dtype} {tuple(records.shape)}, strides {records.stride()}; needed: "
+            "uint8 [R, stride], rows of multiples of 16 bytes"
+        )
     if records.device != bank.device and not (records.device.type == "cpu" and records.is_pinned()):
         raise ValueError(f"records are on {records.device}, not pinned; needed: {bank.device}, or pinned host memory")
     if bank.dtype != torch.bfloat16 or bank.dim() < 2 or not len(bank) or not bank[0].is_contiguous():
         raise ValueError(f"bank is {bank.dtype} {tuple(bank.shape)}; needed: contiguous bfloat16 slots [C,...]")
     if bank[0].numel() % 8 or bank.stride(0) % 8 or bank.data_ptr() % 16:
-        raise ValueError(f"bank has slots of {bank[0].numel()} values, {bank.stride(0)} apart; needed: multiples of 8, "
-                         "aligned to 16 bytes")
+        raise ValueError(
+            f"bank has slots of {bank[0].numel()} values, {bank.stride(0)} apart; needed: multiples of 8, "
+            "aligned to 16 bytes"
+        )
     if bits not in layout.BITS:
         raise ValueError(f"bits is {bits}; needed: one of {layout.BITS}")
     for name, ids in (("rows", rows), ("slots", slots), ("count", count)):
         if ids.dtype != torch.int32 or ids.dim() != 1 or ids.device != bank.device:
-            raise ValueError(f"{name} is {ids.dtype} {tuple(ids.shape)} on {ids.device}; needed: int32 of one dimension "
-                             f"on {bank.device}")
+            raise ValueError(
+                f"{name} is {ids.dtype} {tuple(ids.shape)} on {ids.device}; needed: int32 of one dimension "
+                f"on {bank.device}"
+            )
     if len(rows) != len(slots) or len(count) != 1:
         raise ValueError(f"lengths are {len(rows)}, {len(slots)}, {len(count)}; needed: M, M, 1")
 

@@ -23,8 +23,15 @@ def settings(ready: Sequence[int], top_k: int = 8) -> list[Setting]:
     return [Setting(1, top_k, ready=tuple(ready), wire=wire) for wire in WIRES]
 
 
-def run(work: streams.Work, ready: Sequence[int], bits: int, samples: int, budget_s: float, transfers: pd.DataFrame,
-        seed: int = 0) -> list[dict]:
+def run(
+    work: streams.Work,
+    ready: Sequence[int],
+    bits: int,
+    samples: int,
+    budget_s: float,
+    transfers: pd.DataFrame,
+    seed: int = 0,
+) -> list[dict]:
     """Rows of one shape's blocks with raw and with encoded experts, their difference, sizes and cost model."""
     pair = settings(ready)
     work.tokens(1, pair[0].top_k, "fused", seed)
@@ -38,16 +45,27 @@ def run(work: streams.Work, ready: Sequence[int], bits: int, samples: int, budge
     for (number, name), times in found[1].items():
         if not name.startswith("floor:") and name != "resident":
             config = pair[1].config(shape) | {"ready": number}
-            out.append(measured(f"{name}, coded-raw", "wire_difference_ms", "ms", times - found[0][number, name], config))
+            out.append(
+                measured(f"{name}, coded-raw", "wire_difference_ms", "ms", times - found[0][number, name], config)
+            )
     return out
 
 
 def size_rows(work: streams.Work) -> list[dict]:
     """Bytes that an encoded component of random weights puts on the link."""
     raw = work.shape.component_bytes
-    return [dict(variant=part, metric="record_bytes", unit="bytes", kind="measured", n=len(work.packed.place),
-                 median=work.packed.bytes[part], config={"shape": work.shape.name, "raw_bytes": raw[part]})
-            for part in COMPONENTS]
+    return [
+        dict(
+            variant=part,
+            metric="record_bytes",
+            unit="bytes",
+            kind="measured",
+            n=len(work.packed.place),
+            median=work.packed.bytes[part],
+            config={"shape": work.shape.name, "raw_bytes": raw[part]},
+        )
+        for part in COMPONENTS
+    ]
 
 
 def recorded_sizes(rows: pd.DataFrame, shape: str) -> dict[str, int]:
@@ -59,12 +77,15 @@ def recorded_sizes(rows: pd.DataFrame, shape: str) -> dict[str, int]:
     part = rows[(rows.metric == "record_bytes") & (rows["config.shape"] == shape)]
     found = {str(name): int(size) for name, size in zip(part.variant, part["median"])}
     if set(found) != set(COMPONENTS):
-        raise ValueError(f"record sizes of {shape} are known for {sorted(found)}; needed: a run on a GPU for both parts")
+        raise ValueError(
+            f"record sizes of {shape} are known for {sorted(found)}; needed: a run on a GPU for both parts"
+        )
     return found
 
 
-def resimulate(rows: pd.DataFrame, shapes: Sequence[streams.Shape], ready: Sequence[int], layers: int, seed: int = 0
-               ) -> list[dict]:
+def resimulate(
+    rows: pd.DataFrame, shapes: Sequence[streams.Shape], ready: Sequence[int], layers: int, seed: int = 0
+) -> list[dict]:
     """Simulated rows of the blocks whose cost model is recorded; the raw ones use the same model."""
     out = []
     raw, coded = settings(ready)
@@ -89,8 +110,9 @@ def pack_for(recorded: steps.Steps, work: streams.Work, chosen: Sequence[steps.C
     recorded.coded_bytes = {part: work.packed.bytes[part] for part in COMPONENTS}
 
 
-def simulate_steps(recorded: steps.Steps, chosen: Sequence[steps.Case], rows: pd.DataFrame, link: pd.DataFrame,
-                   shape: streams.Shape) -> pd.DataFrame:
+def simulate_steps(
+    recorded: steps.Steps, chosen: Sequence[steps.Case], rows: pd.DataFrame, link: pd.DataFrame, shape: streams.Shape
+) -> pd.DataFrame:
     """Steps as one CUDA graph would run them: no host, decode and kernels as in the blocks, attention as in 07.
 
     Args:
@@ -116,19 +138,42 @@ def step_rows(found: pd.DataFrame, chosen: Sequence[steps.Case], kind: str, resa
     for case, number in places.items():
         mean, low, high, n = steps.two_level(wide[number], resamples, seed)
         config = {"slots": case.slots, "wire": WIRES[case.coded]}
-        out.append(dict(variant=case.schedule, metric=f"{said}step_ms", unit="ms", kind=kind, median=mean, low=low,
-                        high=high, n=n, config=config))
+        out.append(
+            dict(
+                variant=case.schedule,
+                metric=f"{said}step_ms",
+                unit="ms",
+                kind=kind,
+                median=mean,
+                low=low,
+                high=high,
+                n=n,
+                config=config,
+            )
+        )
         if case.coded:
             raw = places[steps.Case(case.schedule, case.slots)]
             mean, low, high, n = steps.two_level(wide[number] / wide[raw], resamples, seed)
             name = "encoded-raw" if case.schedule == base else f"encoded-raw, {case.schedule}"
-            out.append(dict(variant=name, metric=f"{said}step_time_ratio", unit="ratio", kind=kind, median=mean, low=low,
-                            high=high, n=n, config={"slots": case.slots}))
+            out.append(
+                dict(
+                    variant=name,
+                    metric=f"{said}step_time_ratio",
+                    unit="ratio",
+                    kind=kind,
+                    median=mean,
+                    low=low,
+                    high=high,
+                    n=n,
+                    config={"slots": case.slots},
+                )
+            )
     return out
 
 
-def fits(record_bytes: Mapping[str, int], raw_bytes: Mapping[str, int], link: pd.DataFrame, windows: pd.DataFrame
-         ) -> pd.DataFrame:
+def fits(
+    record_bytes: Mapping[str, int], raw_bytes: Mapping[str, int], link: pd.DataFrame, windows: pd.DataFrame
+) -> pd.DataFrame:
     """Whether a component crosses the link within the time that one layer computes.
 
     Args:

@@ -30,10 +30,11 @@ the copies alone need {block_floor} ms (measured, one token, fused kernels in a 
 two deadlines for every expert change the pipelined block by {staged_gain_ms} ms, for the last one only by
 {priority_gain_ms} ms (median, 20 to 80 %). That whole decode steps gain (H1): **{verdict_h1}**.
 
-**Fewer bytes** do what a second deadline does not: a lossless wire format puts a bfloat16 weight on the link in {wire_bits}
-bits (the exponents' entropy allows {wire_entropy}) and is decoded at {wire_decode_gbps} GB/s, so the same block takes {wire_coded_ms} ms
-with equal bits. Gate and up of one expert then cross in {wire_copy_coded_ms} ms instead of {wire_copy_raw_ms}, within the {wire_window_ms} ms
-that a captured layer needs up to its router. Decode steps, encoded over raw ({wire_step_kind}): {wire_step_ratios}.
+**Fewer bytes** do what a second deadline does not: a lossless wire format puts a bfloat16 weight on the link in
+{wire_bits} bits (the exponents' entropy allows {wire_entropy}) and is decoded at {wire_decode_gbps} GB/s, so the same
+block takes {wire_coded_ms} ms with equal bits. Gate and up of one expert then cross in {wire_copy_coded_ms} ms instead
+of {wire_copy_raw_ms}, within the {wire_window_ms} ms that a captured layer needs up to its router. Decode steps,
+encoded over raw ({wire_step_kind}): {wire_step_ratios}.
 
 **Time.** All of it runs again on {run_machine} in {run_minutes} minutes.
 """

@@ -29,7 +29,9 @@ def ratios(rows: pd.DataFrame) -> tuple[str, str]:
     """Kind and text of the ratio of encoded to raw decode steps by slots; measured ones where there are any."""
     part = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw")]
     part = part[part.kind == part.kind.min()].sort_values("config.slots")
-    said = [f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}" for _, row in part.iterrows()]
+    said = [
+        f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}" for _, row in part.iterrows()
+    ]
     return part.kind.iloc[0], "; ".join(said)
 
 
@@ -69,7 +71,9 @@ def lines(rows: pd.DataFrame, schedules, shape: str = "olmoe") -> pd.DataFrame:
 
 def against_floor(rows: pd.DataFrame, shapes) -> pd.DataFrame:
     """Median block, floor of its own copies and what lies between, ms, by shape, wire, ready and schedule."""
-    part = rows[rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured") & rows["config.shape"].isin(shapes)]
+    part = rows[
+        rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured") & rows["config.shape"].isin(shapes)
+    ]
     part = part[part.variant != "resident"]
     keys = ["config.shape", "config.wire", "config.ready", "variant"]
     wide = part.pivot_table(index=keys, columns="metric", values="median")
@@ -88,8 +92,10 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Decode-step times, raw and coded, and their ratio, by slots, as text."""
     part = rows[rows.metric.str.endswith("step_ms") | rows.metric.str.endswith("step_time_ratio")]
-    words = [f"{look.label(name)}, {way + ', ' if metric.endswith('step_ms') else ''}{kind}"
-             for name, way, metric, kind in zip(part.variant, part["config.wire"], part.metric, part.kind)]
+    words = [
+        f"{look.label(name)}, {way + ', ' if metric.endswith('step_ms') else ''}{kind}"
+        for name, way, metric, kind in zip(part.variant, part["config.wire"], part.metric, part.kind)
+    ]
     part = part.assign(line=words)
     return pivot(part, "config.slots", index="line", head="step, ms \\ slots", digits=3).set_index("step, ms \\ slots")
 
@@ -102,23 +108,27 @@ def answer(rows: pd.DataFrame, hidden: pd.DataFrame) -> str:
     kind, ratio = ratios(rows)
     return (
         f"{bits_per_weight(rows, 'normal'):.2f} bits per weight instead of 16. Eight missing OLMoE-sized experts: "
-        f"{least['coded', 0]:.3f} ms encoded (their copies alone {floor:.3f}) against {least['raw', 0]:.3f} ms raw, equal "
-        f"bits. Attention and router of a captured stock layer hide {share['coded']:.0%} of an encoded gate/up and "
-        f"{share['raw']:.0%} of a raw one. Decode step, encoded over raw ({kind}): {ratio}."
+        f"{least['coded', 0]:.3f} ms encoded (their copies alone {floor:.3f}) against {least['raw', 0]:.3f} ms raw, "
+        f"equal bits. Attention and router of a captured stock layer hide {share['coded']:.0%} of an encoded gate/up "
+        f"and {share['raw']:.0%} of a raw one. Decode step, encoded over raw ({kind}): {ratio}."
     )
 
 
 def wire_blocks(about: Subject) -> Table:
     """Raw and encoded blocks beside the floor of their copies."""
     rows = about.rows(STAGE, ["block_ms", "floor_ms"], shape="olmoe")
-    rows = rows[(rows.kind == "measured") & rows.variant.isin(["demand_serial", "demand_pipelined", "component_priority"])]
+    rows = rows[
+        (rows.kind == "measured") & rows.variant.isin(["demand_serial", "demand_pipelined", "component_priority"])
+    ]
     word = {"block_ms": "", "floor_ms": ", floor"}
     part = rows.assign(line=rows.variant.map(look.label) + ", " + rows["config.wire"] + rows.metric.map(word))
     caption = (
         "One block of eight OLMoE-sized experts, raw and encoded on the link, by gate/ups already present: median ms "
         f"(20 to 80 %), and the same copies back to back. {conditions(rows)}."
     )
-    return Table("wire_blocks", caption, pivot(part, "config.ready", index="line", head="schedule \\ ready"), rows, wide=True)
+    return Table(
+        "wire_blocks", caption, pivot(part, "config.ready", index="line", head="schedule \\ ready"), rows, wide=True
+    )
 
 
 def wire_designs(about: Subject) -> Table:

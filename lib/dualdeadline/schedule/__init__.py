@@ -8,5 +8,5 @@ from dualdeadline.schedule.build import Layer, block, ready, step
 from dualdeadline.schedule.ops import COMPONENTS, DECODES, DEMAND, NAMES, PIECES, STAGES, Compute, Copy, Route, Schedule
 from dualdeadline.schedule.wired import with_decode
 
-__all__ = ["COMPONENTS", "DECODES", "DEMAND", "NAMES", "PIECES", "STAGES", "Compute", "Copy", "Layer", "Route", "Schedule",
-           "block", "ready", "step", "with_decode"]
+__all__ = ["COMPONENTS", "DECODES", "DEMAND", "NAMES", "PIECES", "STAGES", "Compute", "Copy", "Layer", "Route",
+           "Schedule", "block", "ready", "step", "with_decode"]

@@ -99,7 +99,7 @@ class Schedule:
         if op.stage not in STAGES:
             raise ValueError(f"stage is {op.stage!r}; needed: one of {', '.join(STAGES)}")
         if op.stage in DECODES and not any(self._brings(need, op) for need in op.needs):
-            raise ValueError(f"operation {place} is {op.stage} of experts {op.experts}; needed: its copy among its needs")
+            raise ValueError(f"operation {place} is {op.stage} of {op.experts}; needed: its copy among its needs")
         if op.stage == "combine" and {(op.layer, "down", expert) for expert in op.experts} - done:
             raise ValueError(f"operation {place} combines experts {op.experts} before all of their downs")
         component = {"gate_up": "gate_up", "down": "down", "down_combine": "down"}.get(op.stage)

@@ -8,8 +8,9 @@
 The kernels that decode on a GPU are in `kernels/wire.py`.
 """
 
-from dualdeadline.wire.codec import decode, encode, encode_many
+from dualdeadline.wire.codec import decode, encode
 from dualdeadline.wire.format import BITS, BLOCK, WireRecord
+from dualdeadline.wire.many import encode_many
 from dualdeadline.wire.store import Store
 
 __all__ = ["BITS", "BLOCK", "Store", "WireRecord", "decode", "encode", "encode_many"]

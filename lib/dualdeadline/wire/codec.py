@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from dualdeadline.wire.format import (
-    BITS, BLOCK, DIMS, DTYPES, HEADER, MAGIC, SHAPE, VERSION, WORDS, Codes, WireRecord, align, block_bytes, checksum,
-    header_sum, layout,
+    BITS,
+    BLOCK,
+    DIMS,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    SHAPE,
+    VERSION,
+    WORDS,
+    Codes,
+    WireRecord,
+    align,
+    block_bytes,
+    checksum,
+    header_sum,
+    layout,
 )
 
-CHUNK = 256 * BLOCK  # values worked on at a time: near a core's cache, and long enough for threads not to wait for Python
+CHUNK = (
+    256 * BLOCK
+)  # values worked on at a time: near a core's cache, and long enough for threads not to wait for Python
 SAMPLE = 1 << 18  # values from which tables are chosen
 ESCAPED = 15  # nibble of a patched value
 MOST_PATCHES = 4096  # a block with a patch reads the whole list of them
@@ -46,8 +60,10 @@ def encode(tensor: Tensor, bits: int = 3) -> WireRecord:
     body = data.numpy()[sizes["body"] : sizes["escapes"]].reshape(-1, block_bytes(bits))
     coder = _Coder(choose(words, bits))
     step = CHUNK // BLOCK
-    found = [coder.code(words[row * BLOCK : (row + step) * BLOCK], body[row : row + step])
-             for row in range(0, len(body), step)]
+    found = [
+        coder.code(words[row * BLOCK : (row + step) * BLOCK], body[row : row + step])
+        for row in range(0, len(body), step)
+    ]
     nibbles, lengths = (np.concatenate(parts) for parts in zip(*found))
     patched = np.flatnonzero(nibbles == ESCAPED)
     sizes = layout(len(words), bits, len(nibbles), len(patched))
@@ -58,11 +74,15 @@ def encode(tensor: Tensor, bits: int = 3) -> WireRecord:
 
 def _check(tensor: Tensor, bits: int) -> None:
     if tensor.dtype not in DTYPES.values():
-        raise ValueError(f"dtype is {tensor.dtype}; needed: bfloat16, float16 or float32 (quantised weights have no "
-                         "exponents to save)")
+        raise ValueError(
+            f"dtype is {tensor.dtype}; needed: bfloat16, float16 or float32 (quantised weights have no "
+            "exponents to save)"
+        )
     if tensor.numel() * tensor.element_size() > LARGEST or tensor.dim() > DIMS:
-        raise ValueError(f"tensor {tuple(tensor.shape)} of {tensor.numel() * tensor.element_size()} bytes; needed: at "
-                         f"most {LARGEST} bytes and {DIMS} dimensions")
+        raise ValueError(
+            f"tensor {tuple(tensor.shape)} of {tensor.numel() * tensor.element_size()} bytes; needed: at "
+            f"most {LARGEST} bytes and {DIMS} dimensions"
+        )
     if bits not in BITS:
         raise ValueError(f"bits is {bits}; needed: one of {BITS}")
 
@@ -146,8 +166,10 @@ def _assemble(tensor, words, data, coder: _Coder, nibbles, lengths, patched, siz
 
 def _positions(words: np.ndarray, named: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """Positions of the values in these blocks whose exponent no code names."""
-    rows = [block * BLOCK + np.flatnonzero(~named[words[block * BLOCK : (block + 1) * BLOCK] >> 7 & 0xFF])
-            for block in blocks]
+    rows = [
+        block * BLOCK + np.flatnonzero(~named[words[block * BLOCK : (block + 1) * BLOCK] >> 7 & 0xFF])
+        for block in blocks
+    ]
     return np.concatenate(rows)
 
 
@@ -162,8 +184,19 @@ def _finish(tensor: Tensor, data: Tensor, sizes: dict) -> WireRecord:
     """Write the header."""
     words = np.zeros(HEADER // 4, np.int32)
     kind = next(code for code, dtype in DTYPES.items() if dtype is tensor.dtype)
-    found = dict(magic0=MAGIC[0], magic1=MAGIC[1], version=VERSION, dtype=kind, dims=tensor.dim(),
-                 count=tensor.numel(), payload_sum=checksum(data[HEADER:].numpy()), header_sum=0) | sizes
+    found = (
+        dict(
+            magic0=MAGIC[0],
+            magic1=MAGIC[1],
+            version=VERSION,
+            dtype=kind,
+            dims=tensor.dim(),
+            count=tensor.numel(),
+            payload_sum=checksum(data[HEADER:].numpy()),
+            header_sum=0,
+        )
+        | sizes
+    )
     words[: len(WORDS)] = [found[name] for name in WORDS]
     words[SHAPE : SHAPE + tensor.dim()] = tensor.shape
     words[WORDS.index("header_sum")] = header_sum(words)
@@ -242,26 +275,3 @@ def _restore(body: np.ndarray, nibbles: np.ndarray, codes: Codes, out: np.ndarra
     out |= kept & 0x7F
     kept &= 0x80
     out |= np.left_shift(kept, 8, out=kept)
-
-
-def encode_many(tensors: Iterable[tuple[str, Tensor]], bits: int = 3, workers: int | None = None,
-                total: int | None = None) -> Iterator[tuple[str, WireRecord]]:
-    """Records of named tensors in their order, several at a time, with a progress bar.
-
-    Args:
-        workers: threads (default: cores). total: how many tensors there are, for the bar.
-    """
-    workers = workers or os.cpu_count() or 1
-    waiting: list = []
-    with ThreadPoolExecutor(workers) as pool, tqdm(total=total, desc="encoding", unit="component", leave=False) as bar:
-        def first():
-            name, job = waiting.pop(0)
-            bar.update()
-            return name, job.result()
-
-        for name, tensor in tensors:
-            waiting.append((name, pool.submit(encode, tensor, bits)))
-            if len(waiting) > 2 * workers:
-                yield first()
-        while waiting:
-            yield first()

@@ -35,8 +35,27 @@ VERSION = 1
 DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 DIMS = 8  # dimensions of a tensor at most
 # int32 words of the header
-WORDS = ("magic0", "magic1", "version", "dtype", "bits", "dims", "count", "bytes", "starts", "body", "escapes",
-         "patches", "patch_count", "escape_count", "base", "zero", "low", "payload_sum", "header_sum")
+WORDS = (
+    "magic0",
+    "magic1",
+    "version",
+    "dtype",
+    "bits",
+    "dims",
+    "count",
+    "bytes",
+    "starts",
+    "body",
+    "escapes",
+    "patches",
+    "patch_count",
+    "escape_count",
+    "base",
+    "zero",
+    "low",
+    "payload_sum",
+    "header_sum",
+)
 SHAPE = 24  # word where the shape starts
 SLACK = 8  # bytes behind the escapes that a kernel may read
 

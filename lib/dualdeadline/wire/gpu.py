@@ -16,8 +16,9 @@ from dualdeadline.streams.bench import Variant, graph, interleaved
 DISTINCT = 16  # records and slots that take turns: more than the L2 cache holds
 
 
-def everything(shape: Shape, bits: Sequence[int], programs: Sequence[int], samples: int, seed: int = 0
-               ) -> Iterator[tuple[str, list[dict]]]:
+def everything(
+    shape: Shape, bits: Sequence[int], programs: Sequence[int], samples: int, seed: int = 0
+) -> Iterator[tuple[str, list[dict]]]:
     """Parts of all that this module times, as (name, rows), each after a check of every bit."""
     for piece in ("gate_up", "down"):
         banks = {width: Records(shape, piece, width, seed) for width in bits}
@@ -58,8 +59,9 @@ class Records:
     def chain(self, source, each: int, programs: int | None = None, warps: int = 4):
         """All records decoded, `each` of them by one launch, in a graph."""
         parts, count = self.all.split(each), self.number(each)
-        return graph(lambda: [kernel.decode(source, self.bank, part, part, count, self.bits, programs, warps)
-                              for part in parts])
+        return graph(
+            lambda: [kernel.decode(source, self.bank, part, part, count, self.bits, programs, warps) for part in parts]
+        )
 
 
 def decodes(banks: dict[int, Records], samples: int, warps: Sequence[int] = (2, 4, 8)) -> list[dict]:
@@ -74,10 +76,18 @@ def decodes(banks: dict[int, Records], samples: int, warps: Sequence[int] = (2, 
             for some in warps:
                 for programs in (None, few // each):
                     replay = bank.chain(bank.device, each, programs, some)
-                    variants[bits, each, some, programs or 0] = Variant(lambda turn, replay=replay: replay(), queued=True)
+                    variants[bits, each, some, programs or 0] = Variant(
+                        lambda turn, replay=replay: replay(), queued=True
+                    )
     rows = []
     for (bits, each, some, programs), times in interleaved(variants, samples).items():
-        config = {"bits": bits, "records": each, "warps": some, "programs": programs, "raw_bytes": banks[bits].raw_bytes}
+        config = {
+            "bits": bits,
+            "records": each,
+            "warps": some,
+            "programs": programs,
+            "raw_bytes": banks[bits].raw_bytes,
+        }
         rows.append(measured("device", "decode_ms", "ms", times / (DISTINCT // each), config))
         rate = DISTINCT * banks[bits].raw_bytes / times / 1e6
         rows.append(measured("device", "decode_gbps", "GB/s", rate, config))

@@ -43,7 +43,7 @@ def huffman(counts: np.ndarray) -> float:
 
 
 def ranked(counts: np.ndarray, bits: int, second: int) -> float:
-    """Bits per value if the commonest exponents are coded by rank, wherever they lie: `bits`, then `second` for escapes."""
+    """Bits per value if exponents are coded by rank, wherever they lie: `bits`, then `second` for escapes."""
     order, total = np.sort(counts)[::-1], counts.sum()
     first, then = 2**bits - 1, 2**second - 1
     return float(bits + (order[first:].sum() * second + order[first + then :].sum() * 48) / total)

@@ -1,4 +1,4 @@
-"""All wire records of a model in one file, written once: records at multiples of 4,096 bytes, and an index beside it."""
+"""All wire records of a model in one file, written once: records at multiples of 4,096 bytes, an index beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualdeadline import manifest
-from dualdeadline.wire.codec import encode_many
+from dualdeadline.wire.many import encode_many
 from dualdeadline.wire.format import ALIGN, WireRecord
 
 FORMAT = 1
@@ -56,7 +56,9 @@ class Store:
         return WireRecord(data).verify(f"record {name!r} of {self.folder}")
 
     @classmethod
-    def build(cls, folder: Path, key: str, names: Iterable[str], load, bits: int = 3, workers: int | None = None) -> Store:
+    def build(
+        cls, folder: Path, key: str, names: Iterable[str], load, bits: int = 3, workers: int | None = None
+    ) -> Store:
         """Encode what is not there yet, and open the store; a killed build goes on where it stopped.
 
         Args:
@@ -73,7 +75,9 @@ class Store:
             pass
         done, end = _journal(folder, key, bits, names)
         rest = [name for name in names if name not in done]
-        with open(folder / "records.bin", "r+b" if end else "wb") as data, open(folder / "journal.jsonl", "a") as journal:
+        with open(folder / "records.bin", "r+b" if end else "wb") as data, open(
+            folder / "journal.jsonl", "a"
+        ) as journal:
             data.truncate(end)
             data.seek(end)
             tensors: Iterable[tuple[str, Tensor]] = ((name, load(name)) for name in rest)
@@ -85,8 +89,14 @@ class Store:
                 journal.write(json.dumps({"name": name, "place": done[name]}) + "\n")
                 journal.flush()
             os.fsync(data.fileno())
-        said = {"format": FORMAT, "key": key, "bits": bits, "bytes": end, "align": ALIGN,
-                "records": {name: done[name] for name in names}}
+        said = {
+            "format": FORMAT,
+            "key": key,
+            "bits": bits,
+            "bytes": end,
+            "align": ALIGN,
+            "records": {name: done[name] for name in names},
+        }
         manifest.write_text(folder / "store.json", json.dumps(said))
         (folder / "journal.jsonl").unlink()
         return cls(folder, key)
