@@ -190,8 +190,8 @@ report.table(shown.decode_rates(rows), "decode", "decode on the GPU, GB/s of out
 # %% [markdown]
 # ## Blocks
 #
-# The decode of one expert is over long before the next has arrived, so a pipelined block ends with the last piece: its copy, its decode, its
-# product.
+# The decode of one expert is over long before the next has arrived, so a pipelined block ends with the last piece: its copy, its decode,
+# its product.
 
 # %% tags=["figure"]
 fig, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
@@ -239,5 +239,5 @@ Markdown(shown.answer(rows, fits))
 # %% [markdown]
 # ## Limits
 #
-# Blocks and steps use normal weights, which compress as trained ones do (the table of designs). Encoding needs a pass over the checkpoint and
-# staging memory for what is in flight. Decode steps are launched by the host. One GPU and one link: on a faster link the decode's share grows.
+# Blocks and steps use normal weights, which compress as trained ones do (the table of designs). Encoding needs a pass over the checkpoint
+# and staging memory for what is in flight. One GPU and one link: on a faster link the decode's share grows.

@@ -63,10 +63,10 @@ def decode_rates(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def lines(rows: pd.DataFrame, schedules, shape: str = "olmoe") -> pd.DataFrame:
-    """Measured block rows of some schedules, raw and coded as lines of their own."""
+    """Measured block rows of some schedules; those of encoded experts as variants `<schedule>_coded`."""
     part = rows[(rows.metric == "block_ms") & (rows.kind == "measured") & (rows["config.shape"] == shape)]
     part = part[part.variant.isin(schedules)]
-    return part.assign(variant=part.variant.map(look.label) + ", " + part["config.wire"])
+    return part.assign(variant=part.variant + part["config.wire"].map({"raw": "", "coded": "_coded"}))
 
 
 def against_floor(rows: pd.DataFrame, shapes) -> pd.DataFrame:
