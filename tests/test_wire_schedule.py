@@ -39,8 +39,12 @@ every_schedule = pytest.mark.parametrize("name", schedule.NAMES)
 @outside
 def test_in_the_interpreter():
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", "kernel_",
-                           __file__], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", "kernel_", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
 
@@ -62,13 +66,14 @@ def without_decodes(coded):
     """The operations that are left when decodes are taken out, with the places that they then have."""
     kept = [place for place, op in enumerate(coded.ops) if not is_decode(op)]
     moved = {place: number for number, place in enumerate(kept)}
-    return in_order(replace(coded.ops[place], needs=tuple(moved[need] for need in coded.ops[place].needs if need in moved))
-                    for place in kept)
+    ops = [coded.ops[place] for place in kept]
+    return in_order(replace(op, needs=tuple(moved[need] for need in op.needs if need in moved)) for op in ops)
 
 
 def in_order(ops):
-    """Operations with ascending needs."""
-    return tuple(replace(op, needs=tuple(sorted(op.needs))) for op in ops)
+    """Operations with ascending needs, copies not marked."""
+    made = [replace(op, needs=tuple(sorted(op.needs))) for op in ops]
+    return tuple(replace(op, encoded=False) if isinstance(op, Copy) else op for op in made)
 
 
 @given(names, routed, presence)
@@ -79,11 +84,16 @@ def test_every_copy_is_decoded_once_and_nothing_else_changes(name, experts, pres
     decodes = [op for op in coded.ops if is_decode(op)]
     assert all(len(op.needs) == 1 and isinstance(coded.ops[op.needs[0]], Copy) for op in decodes)
     sources = [coded.ops[op.needs[0]] for op in decodes]
-    assert sorted(op.needs[0] for op in decodes) == [place for place, op in enumerate(coded.ops) if isinstance(op, Copy)]
+    copies = [place for place, op in enumerate(coded.ops) if isinstance(op, Copy)]
+    assert sorted(op.needs[0] for op in decodes) == copies
     assert [(op.layer, op.stage, op.experts) for op in decodes] == [
-        (copy.layer, f"decode_{copy.piece}", (copy.expert,)) for copy in sources]
-    assert coded.bytes == raw.bytes and coded.copies == raw.copies
-    assert without_decodes(coded) == in_order(raw.ops) and (coded.name, coded.present) == (raw.name, raw.present)
+        (copy.layer, f"decode_{copy.piece}", (copy.expert,)) for copy in sources
+    ]
+    assert coded.bytes == raw.bytes and all(copy.encoded for copy in coded.copies)
+    assert in_order(without_decodes(coded)) == in_order(raw.ops) and (coded.name, coded.present) == (
+        raw.name,
+        raw.present,
+    )
 
 
 @given(names, routed, presence)
@@ -155,26 +165,35 @@ def test_only_guesses_that_were_right_are_decoded(name):
     raw = schedule.step(name, [Layer((0, 1)), Layer((2, 3), guesses=guesses)], CODED)
     coded = with_decode(raw)
     decoded = [(op.layer, op.experts[0]) for op in coded.ops if is_decode(op)]
-    assert set(decoded) == {(0, 0), (0, 1), (1, 2), (1, 3)} and without_decodes(coded) == in_order(raw.ops)
+    assert set(decoded) == {(0, 0), (0, 1), (1, 2), (1, 3)} and in_order(without_decodes(coded)) == in_order(raw.ops)
     line = simulate.run(coded, replace(COST, before_ms=(0.01,)))
     assert disjoint(line.lane("link")) and disjoint(line.lane("compute")) and len(line.lane("host")) == 2
 
 
-@pytest.mark.parametrize("decode", [
-    Compute(0, "decode_down", (1,)), Compute(0, "decode_down", (2,), (0,)), Compute(1, "decode_down", (1,), (0,)),
-    Compute(0, "decode_gate_up", (1,), (0,)), Compute(0, "decode_expert", (1,), (0,)),
-    Compute(0, "decode_down", (1,), (1,))])
+@pytest.mark.parametrize(
+    "decode",
+    [
+        Compute(0, "decode_down", (1,)),
+        Compute(0, "decode_down", (2,), (0,)),
+        Compute(1, "decode_down", (1,), (0,)),
+        Compute(0, "decode_gate_up", (1,), (0,)),
+        Compute(0, "decode_expert", (1,), (0,)),
+        Compute(0, "decode_down", (1,), (1,)),
+        Compute(0, "decode_down", (), (0,)),
+        Compute(0, "decode_down", (1, 2), (0,)),
+    ],
+)
 def test_a_decode_without_its_copy_is_refused(decode):
     copy, other = Copy(0, 1, "down", 4), Compute(0, "before")
-    with pytest.raises(ValueError, match=f"operation 2 is {decode.stage} of experts .* needed: its copy among its needs"):
+    with pytest.raises(ValueError, match=f"operation 2 is {decode.stage} of .* needed: its copy among its needs"):
         Schedule("made up", (copy, other, decode))
     assert Schedule("made up", (copy, other, Compute(0, "decode_down", (1,), (0, 1))))
 
 
 def packed_work(top_k=8, bits=3, layers=2, shape=SHAPE, pairs=None):
     work = streams.Work(shape, layers=layers, tokens=1, top_k=top_k, kernels="torch")
-    work.pack([(layer, expert) for layer in range(layers) for expert in work.experts(layer)] if pairs is None else pairs,
-              bits)
+    routed = [(layer, expert) for layer in range(layers) for expert in work.experts(layer)]
+    work.pack(routed if pairs is None else pairs, bits)
     return work
 
 
@@ -186,9 +205,10 @@ def bits_of(tensor):
 def test_packed_rows_hold_the_records(bits):
     work = packed_work(2, bits, pairs=[(1, 7), (0, 3), (1, 7)])
     packed = work.packed
-    assert packed.host.shape == packed.staging.shape == (2, packed.bytes["expert"])
-    assert packed.bytes["expert"] == packed.bytes["gate_up"] + packed.bytes["down"] and set(packed.bytes) == set(PIECES)
-    assert all(packed.bytes[piece] < work.shape.component_bytes[piece] for piece in PIECES)
+    assert packed.host.shape == packed.staging.shape == (2, packed.component_bytes["expert"])
+    sizes = packed.component_bytes
+    assert sizes["expert"] == sizes["gate_up"] + sizes["down"] and set(sizes) == set(PIECES)
+    assert all(packed.component_bytes[piece] < work.shape.component_bytes[piece] for piece in PIECES)
     for row, number in ((0, 3), (1, SHAPE.E + 7)):
         for part in COMPONENTS:
             whole = packed.host[row, packed.parts[part]]
@@ -197,13 +217,35 @@ def test_packed_rows_hold_the_records(bits):
             assert torch.equal(bits_of(wire.decode(record)), bits_of(work.host[number, work.parts[part]]))
 
 
+def test_records_of_unequal_lengths_share_rows(monkeypatch):
+    """Behind the shorter ones stand zeros, whatever was in that memory before."""
+    work = streams.Work(SHAPE, layers=1, tokens=1, top_k=2, kernels="torch")
+    noise = torch.randint(-(2**15), 2**15, work.host[5].shape, dtype=torch.int16)
+    work.host[5], work.records[5] = noise.view(torch.bfloat16), noise.view(torch.bfloat16)
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype: torch.full(size, 255, dtype=dtype))
+    work.pack([(0, 3), (0, 5)])
+    packed = work.packed
+    for row, expert in ((0, 3), (1, 5)):
+        for part in COMPONENTS:
+            wanted = wire.encode(work.host[expert, work.parts[part]])
+            whole = packed.host[row, packed.parts[part]]
+            assert wanted.raw == (expert == 5) and torch.equal(whole[: wanted.nbytes], wanted.data)
+            assert len(whole[wanted.nbytes :]) == (0 if wanted.raw else packed.component_bytes[part] - wanted.nbytes)
+            assert (expert == 5 or len(whole) > wanted.nbytes) and not whole[wanted.nbytes :].any()
+    work.records.fill_(float("nan"))
+    for expert in (3, 5):
+        work.copy(Copy(0, expert, "expert", packed.component_bytes["expert"], encoded=True))
+        work.compute(Compute(0, "decode_expert", (expert,), (0,)))
+        assert torch.equal(bits_of(work.records[expert]), bits_of(work.host[expert]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_decode_fills_its_slot_and_no_other(piece, dtype):
     work = packed_work(2, shape=replace(SHAPE, dtype=dtype), pairs=[(0, 3), (1, 7), (1, 2)])
     before = work.records.clone()
     work.records.fill_(float("nan"))
-    copy = Copy(1, 7, piece, work.packed.bytes[piece])
+    copy = Copy(1, 7, piece, work.packed.component_bytes[piece], encoded=True)
     work.copy(copy)
     assert work.records.isnan().all() and work.packed.staging[:, work.packed.parts[piece]].any(1).sum() == 1
     work.compute(Compute(1, f"decode_{piece}", (7,), (0,)))
@@ -224,25 +266,37 @@ def test_raw_copies_still_reach_their_slots():
 
 def test_pieces_that_do_not_fit_are_refused():
     work = packed_work(2, pairs=[(0, 3)])
-    coded, raw = work.packed.bytes["down"], work.shape.component_bytes["down"]
-    for wrong in (Copy(0, 3, "down", coded + 1), Copy(0, 99, "down", coded), Copy(2, 3, "down", coded),
-                  Copy(0, 3, "down", work.packed.bytes["gate_up"])):
-        with pytest.raises(ValueError, match=f"does not fit; needed: {raw} or {coded} bytes of one of 12 experts"):
+    coded, raw = work.packed.component_bytes["down"], work.shape.component_bytes["down"]
+    for wrong in (
+        Copy(0, 3, "down", coded + 1, encoded=True),
+        Copy(0, 99, "down", coded, encoded=True),
+        Copy(2, 3, "down", coded, encoded=True),
+        Copy(0, 3, "down", raw, encoded=True),
+        Copy(0, 3, "down", work.packed.component_bytes["gate_up"], encoded=True),
+    ):
+        with pytest.raises(ValueError, match=f"does not fit; needed: {coded} bytes of one of 12 experts"):
             work.copy(wrong)
     with pytest.raises(ValueError, match="expert 4 of layer 1 has no wire record; needed: a pair given to `pack`"):
-        work.copy(Copy(1, 4, "down", coded))
+        work.copy(Copy(1, 4, "down", coded, encoded=True))
+    with pytest.raises(ValueError, match=f"does not fit; needed: {raw} bytes"):
+        work.copy(Copy(0, 3, "down", coded))
     with pytest.raises(ValueError, match="expert 3 of layer 1 has no wire record"):
         work.compute(Compute(1, "decode_down", (3,), (0,)))
     unpacked = streams.Work(SHAPE, layers=1, tokens=1, top_k=2, kernels="torch")
-    with pytest.raises(ValueError, match=f"does not fit; needed: {raw} bytes"):
-        unpacked.copy(Copy(0, 3, "down", coded))
+    for ask in (
+        lambda: unpacked.copy(Copy(0, 3, "down", coded, encoded=True)),
+        lambda: unpacked.compute(Compute(0, "decode_down", (3,), (0,))),
+        lambda: blocks.block(unpacked, "demand_serial", 0, 0, "coded"),
+    ):
+        with pytest.raises(ValueError, match="no encoded experts; needed: Work.pack"):
+            ask()
 
 
 def test_a_decode_of_what_did_not_arrive_is_refused():
     work = packed_work(2, pairs=[(0, 3)])
     with pytest.raises(ValueError, match="has 0 bytes; needed: at least a header of 512"):
         work.compute(Compute(0, "decode_down", (3,), (0,)))
-    work.copy(Copy(0, 3, "down", work.packed.bytes["down"]))
+    work.copy(Copy(0, 3, "down", work.packed.component_bytes["down"], encoded=True))
     work.packed.staging[0, work.packed.parts["down"]][9_000] ^= 1
     with pytest.raises(ValueError, match="is altered"):
         work.compute(Compute(0, "decode_down", (3,), (0,)))
@@ -278,21 +332,28 @@ def test_raw_and_encoded_blocks_agree_bit_by_bit(name):
         assert torch.equal(bits_of(work.records), bits_of(work.host))
         assert disjoint(lines[way].lane("link")) and disjoint(lines[way].lane("compute"))
         assert len(lines[way].spans) == len(block.ops)
-    raw, coded = lines["raw"], lines["coded"]
-    assert coded.bytes < raw.bytes and without_decodes(coded.schedule) == in_order(
-        replace(op, bytes=work.packed.bytes[op.piece]) if isinstance(op, Copy) else op for op in raw.schedule.ops)
+    raw, coded, packed = lines["raw"], lines["coded"], work.packed.component_bytes
+    assert coded.bytes < raw.bytes and in_order(without_decodes(coded.schedule)) == in_order(
+        replace(op, bytes=packed[op.piece]) if isinstance(op, Copy) else op for op in raw.schedule.ops
+    )
     assert blocks.floor(coded.schedule).ops == tuple(coded.schedule.copies)
 
 
 def wrong_record(self, place, stage, whole=Packed._decode):
     """Decode what belongs to the next row."""
-    whole(types.SimpleNamespace(work=self.work, staging=self.host.roll(1, 0), parts=self.parts, slots=self.slots),
-          place, stage)
+    whole(
+        types.SimpleNamespace(work=self.work, staging=self.host.roll(1, 0), parts=self.parts, slots=self.slots),
+        place,
+        stage,
+    )
 
 
 @every_schedule
-@pytest.mark.parametrize("method, wrong", [("_decode", wrong_record), ("_decode", lambda self, place, stage: None)],
-                         ids=["wrong record", "no decode"])
+@pytest.mark.parametrize(
+    "method, wrong",
+    [("_decode", wrong_record), ("_decode", lambda self, place, stage: None)],
+    ids=["wrong record", "no decode"],
+)
 def test_the_check_of_encoded_blocks_can_fail(monkeypatch, name, method, wrong):
     work = packed_work(2, layers=1)
     blocks.check(work, coded_setting(names=(name,)))
@@ -302,7 +363,8 @@ def test_the_check_of_encoded_blocks_can_fail(monkeypatch, name, method, wrong):
 
 
 def test_the_wire_is_named_where_a_study_asks():
-    assert coded_setting().config("small")["wire"] == "coded" and coded_setting(way="raw").config("small")["wire"] == "raw"
+    for way in ("raw", "coded"):
+        assert coded_setting(way=way).config("small")["wire"] == way
     assert "wire" not in coded_setting(way=None).config("small")
     work = packed_work(2)
     assert blocks.block(work, "demand_serial", 0, 0, "raw") == blocks.block(work, "demand_serial", 0, 0)
@@ -354,12 +416,13 @@ def strewn(count, seed, *patches):
 
 @interpreted
 def test_kernel_passes_its_check():
-    assert checks.check_wire() == {"equal bits": True, "other slots kept": True}
+    assert checks.check_wire() == {"all but noise coded": True, "equal bits": True, "other slots kept": True}
 
 
 @interpreted
 def test_kernel_check_can_fail(monkeypatch):
     whole = kernel.decode
+    monkeypatch.setattr(checks.wire, "BITS", (3,))
     monkeypatch.setattr(kernel, "decode", lambda records, bank, rows, *rest: whole(records, bank, rows.roll(1), *rest))
     assert not checks.check_wire()["equal bits"]
 
@@ -368,7 +431,7 @@ def test_kernel_check_can_fail(monkeypatch):
 @pytest.mark.parametrize(("bits", "gap", "programs"), [(2, 64, None), (3, 0, 2), (4, 16, None)])
 def test_kernel_decodes_block_borders_like_the_reference(bits, gap, programs):
     count = 8 * wire.BLOCK + 8
-    patches = [0, 2047, 2048, 4095, 6144, 16383, 16384, count - 1], [2049], [*range(0, count, 41)]
+    patches = [0, 2047, 2048, 4095, 6144, 16383, 16384, count - 1], [2049], [*range(0, count, 101)]
     pruned = strewn(count, 4)
     pruned[::2] = -0.0
     tensors = [*(strewn(count, seed, *places) for seed, places in enumerate(patches)), pruned]
@@ -391,8 +454,11 @@ def test_kernel_decodes_as_many_as_the_count_says_and_skips_ids_out_of_range():
     records, rows = record_rows(tensors, 3)
     assert not any(record.raw for record in records)
     for count, rows_of, slots_of, filled in (
-            (0, (0, 1), (0, 1), {}), (1, (2, 1), (0, 1), {0: 2}), (99, (2, 1), (3, 1), {3: 2, 1: 1}),
-            (5, (3, -1, 0, 0, 1), (0, 1, 4, -1, 2), {2: 1})):
+        (0, (0, 1), (0, 1), {}),
+        (1, (2, 1), (0, 1), {0: 2}),
+        (99, (2, 1), (3, 1), {3: 2, 1: 1}),
+        (5, (3, -1, 0, 0, 1), (0, 1, 4, -1, 2), {2: 1}),
+    ):
         bank = torch.full((4, 32, 64), 7.0, dtype=torch.bfloat16)
         kernel.decode(rows, bank, ids(*rows_of), ids(*slots_of), ids(count))
         wanted = torch.full_like(bank, 7.0)
@@ -402,10 +468,19 @@ def test_kernel_decodes_as_many_as_the_count_says_and_skips_ids_out_of_range():
 
 
 @interpreted
-@pytest.mark.parametrize("tensor", [
-    strewn(4 * 2048 + 77, 0, 0, 4095, 8268), strewn(5 * 1643, 1, 9).view(5, 1, 1643), strewn(3000, 2).float(),
-    strewn(3000, 3).half().view(3, 1000), strewn(12, 4).view(3, 4), torch.zeros(0, 4, dtype=torch.bfloat16),
-    torch.tensor(-0.0, dtype=torch.bfloat16)], ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        strewn(4 * 2048 + 77, 0, 0, 4095, 8268),
+        strewn(5 * 1643, 1, 9).view(5, 1, 1643),
+        strewn(3000, 2).float(),
+        strewn(3000, 3).half().view(3, 1000),
+        strewn(12, 4).view(3, 4),
+        torch.zeros(0, 4, dtype=torch.bfloat16),
+        torch.tensor(-0.0, dtype=torch.bfloat16),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
+)
 def test_kernel_decodes_one_record(tensor):
     record = wire.encode(tensor)
     assert record.raw == (tensor.numel() <= 3000)
@@ -440,3 +515,10 @@ def test_kernel_names_what_does_not_fit():
         with pytest.raises(ValueError, match=message):
             kernel.decode(*given_values)
     assert kernels.INTERPRETED and not bank.any()
+
+
+def test_a_coded_component_of_the_raw_size_is_decoded():
+    work = streams.Work(replace(SHAPE, H=64, F=64), layers=1, tokens=1, top_k=2, kernels="torch")
+    sizes = work.pack([(0, expert) for expert in work.experts(0)])
+    assert sizes["down"] == work.shape.component_bytes["down"]
+    overlap.check(work, coded_setting())

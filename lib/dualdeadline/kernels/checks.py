@@ -57,16 +57,18 @@ def check_fetch(device="cpu", seed: int = 0) -> dict[str, bool]:
 
 def check_wire(device="cpu", seed: int = 0) -> dict[str, bool]:
     """Decode of coded, pruned, patched and raw records into slots, of every width; ids out of range do nothing."""
-    draw, count = torch.Generator().manual_seed(seed), 5_000 + 120
+    draw, count = torch.Generator().manual_seed(seed), 8 * wire.BLOCK + 8
     normal = torch.randn(count, generator=draw) * 0.02
     odd = normal.bfloat16()
     odd[::97], odd[5::997], odd[7::997] = 1e30, float("nan"), 1e-30
     pruned = (normal * torch.randint(0, 2, (count,), generator=draw)).bfloat16()
     noise = torch.randint(-(2**15), 2**15, (count,), generator=draw, dtype=torch.int16).view(torch.bfloat16)
-    tensors, equal, kept = [normal.bfloat16(), odd, pruned, noise], [], []
+    tensors = [normal.bfloat16(), odd, pruned, noise]
+    coded, equal, kept = [], [], []
     ids = [torch.tensor(places, dtype=torch.int32, device=device) for places in ([0, 1, 2, 3, 9], [3, 0, 5, 2, 1], [5])]
     for bits in wire.BITS:
         records = [wire.encode(tensor, bits) for tensor in tensors]
+        coded += [not record.raw for record in records[:3]]
         rows = torch.zeros(len(records), max(record.nbytes for record in records), dtype=torch.uint8)
         for row, record in zip(rows, records):
             row[: record.nbytes] = record.data
@@ -76,4 +78,4 @@ def check_wire(device="cpu", seed: int = 0) -> dict[str, bool]:
         equal += [torch.equal(there[slot].view(torch.int16), tensor.view(torch.int16))
                   for slot, tensor in zip((3, 0, 5, 2), tensors)]
         kept.append(bool((there[[1, 4]] == 7).all()))
-    return {"equal bits": all(equal), "other slots kept": all(kept)}
+    return {"all but noise coded": all(coded), "equal bits": all(equal), "other slots kept": all(kept)}

@@ -76,7 +76,7 @@ def block(work: streams.Work, name: str, layer: int, ready: int, wire: str | Non
     """A named schedule of one layer of `work`; `coded`: of its encoded experts, decoding included."""
     chosen = layer_plan(work.routes[layer], ready)
     if wire == "coded":
-        return schedule.with_decode(schedule.block(name, chosen, work.packed.bytes, layer))
+        return schedule.with_decode(schedule.block(name, chosen, work.encoded.component_bytes, layer))
     return schedule.block(name, chosen, work.shape.component_bytes, layer)
 
 

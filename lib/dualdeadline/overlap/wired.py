@@ -61,7 +61,7 @@ def size_rows(work: streams.Work) -> list[dict]:
             unit="bytes",
             kind="measured",
             n=len(work.packed.place),
-            median=work.packed.bytes[part],
+            median=work.encoded.component_bytes[part],
             config={"shape": work.shape.name, "raw_bytes": raw[part]},
         )
         for part in COMPONENTS
@@ -107,7 +107,7 @@ def pack_for(recorded: steps.Steps, work: streams.Work, chosen: Sequence[steps.C
     raw = [case for case in chosen if not case.coded]
     plans = [recorded.schedule(case, row) for case in raw for row in recorded.rows.tolist()]
     work.pack({(op.layer, op.expert) for plan in plans for op in plan.ops if isinstance(op, Copy)}, bits)
-    recorded.coded_bytes = {part: work.packed.bytes[part] for part in COMPONENTS}
+    recorded.coded_bytes = {part: work.encoded.component_bytes[part] for part in COMPONENTS}
 
 
 def simulate_steps(

@@ -26,6 +26,7 @@ class Copy:
         priority: of the copies that may start, the link takes the one with the highest, ties in schedule order.
         speculative: made before the router of `layer` has spoken; its verdict makes it a demand or cancels it,
             unless it has begun.
+        encoded: a wire record that a decode has to follow.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class Copy:
     needs: tuple[int, ...] = ()
     priority: float = DEMAND
     speculative: bool = False
+    encoded: bool = False
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -117,8 +119,8 @@ class Schedule:
 
     def _brings(self, need: int, op: Compute) -> bool:
         copy = self.ops[need]
-        return isinstance(copy, Copy) and (copy.layer, copy.expert, f"decode_{copy.piece}") == (
-            op.layer, op.experts[0], op.stage)
+        return isinstance(copy, Copy) and (copy.layer, (copy.expert,), f"decode_{copy.piece}") == (
+            op.layer, op.experts, op.stage)
 
     @property
     def copies(self) -> list[Copy]:

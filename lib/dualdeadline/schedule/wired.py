@@ -21,7 +21,8 @@ def with_decode(plan: Schedule) -> Schedule:
             copy = plan.ops[need]
             ops.append(Compute(copy.layer, f"decode_{copy.piece}", (copy.expert,), (moved[need],)))
             decoded[need] = len(ops) - 1
+        marked = {"encoded": True} if isinstance(op, Copy) else {}
         needs = {moved[need] for need in op.needs} | {decoded[need] for need in copies}
-        ops.append(replace(op, needs=tuple(sorted(needs))))
+        ops.append(replace(op, needs=tuple(sorted(needs)), **marked))
         moved[place] = len(ops) - 1
     return Schedule(plan.name, tuple(ops), plan.present)

@@ -22,7 +22,7 @@ class Packed:
         work: whose experts. pairs: (layer, expert) that may be copied. bits: of the wire format's first code.
 
     Attributes:
-        bytes: dict(gate_up, down, expert) that cross the link.
+        component_bytes: dict(gate_up, down, expert) that cross the link.
     """
 
     def __init__(self, work, pairs: Iterable[tuple[int, int]], bits: int = 3):
@@ -31,9 +31,10 @@ class Packed:
         self.place = {row: place for place, row in enumerate(rows)}
         named = ((part, work.host[row, work.parts[part]]) for row in rows for part in COMPONENTS)
         found = list(wire.encode_many(named, bits, total=len(rows) * len(COMPONENTS)))
-        self.bytes = {part: max(record.nbytes for name, record in found if name == part) for part in COMPONENTS}
-        cut, whole = self.bytes["gate_up"], sum(self.bytes.values())
-        self.bytes["expert"] = whole
+        sizes = {part: [record.nbytes for name, record in found if name == part] for part in COMPONENTS}
+        self.component_bytes = {part: max(found_sizes) for part, found_sizes in sizes.items()}
+        cut, whole = self.component_bytes["gate_up"], sum(self.component_bytes.values())
+        self.component_bytes["expert"] = whole
         self.parts = {"gate_up": slice(0, cut), "down": slice(cut, whole), "expert": slice(0, whole)}
         host = torch.empty(len(rows), whole, dtype=torch.uint8)
         self.host = kernels.fetch.pin(host) if work.device.type == "cuda" else host

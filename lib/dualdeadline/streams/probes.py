@@ -147,10 +147,8 @@ def decoding(work, cost: CostModel, samples: int = 30) -> CostModel:
     Raises:
         ValueError: the work has no encoded experts.
     """
-    if work.packed is None:
-        raise ValueError("the work has no encoded experts; needed: Work.pack")
     bytes, variants, ops = work.shape.component_bytes, {}, {}
-    work.packed.staging.copy_(work.packed.host)
+    work.encoded.staging.copy_(work.encoded.host)
     rows = [divmod(row, work.shape.E) for row in list(work.packed.place)[:REPEATS]]
     for stage in DECODES:
         ops[stage] = [Compute(layer, stage, (expert,)) for layer, expert in rows]

@@ -79,7 +79,7 @@ class Work:
 
     def _experts(self, seed: int) -> None:
         """Random weights in the slots, and the same bytes in host records."""
-        self._pieces: dict[tuple[int, str, int], tuple[Tensor, Tensor]] = {}
+        self._pieces: dict[tuple[int, str, bool], tuple[Tensor, Tensor]] = {}
         shape, draw = self.shape, torch.Generator(self.device).manual_seed(seed)
         size = shape.component_bytes["expert"] // shape.dtype.itemsize
         self.records = torch.empty(self.layers * shape.E, size, dtype=shape.dtype, device=self.device)
@@ -94,10 +94,21 @@ class Work:
                      "down": self.records[:, cut:].unflatten(1, (shape.H, shape.F))}
 
     def pack(self, pairs: Iterable[tuple[int, int]], bits: int = 3) -> dict[str, int]:
-        """Encode some (layer, expert) pairs; bytes that then cross the link. A copy of so many bytes is encoded."""
+        """Encode some (layer, expert) pairs; bytes that cross the link for copies that are `encoded`."""
         self.packed = Packed(self, pairs, bits)
         self._pieces.clear()
-        return self.packed.bytes
+        return self.packed.component_bytes
+
+    @property
+    def encoded(self) -> Packed:
+        """The encoded experts.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.packed is None:
+            raise ValueError("the work has no encoded experts; needed: Work.pack")
+        return self.packed
 
     def tokens(self, tokens: int, top_k: int, kernels: str, seed: int = 0, routes: Tensor | None = None) -> None:
         """New tokens and routes for the same experts."""
@@ -121,7 +132,7 @@ class Work:
         """Move what the stages look up to the device, so that issuing allocates and waits for nothing."""
         for op in schedule.ops:
             if isinstance(op, Compute) and op.stage in DECODES:
-                self.packed.prepare(op)
+                self.encoded.prepare(op)
             elif isinstance(op, Compute) and op.stage != "before":
                 self.stages.prepare(op.layer, op.experts)
                 self.stages.record(op)
@@ -130,16 +141,14 @@ class Work:
 
     def _ends(self, op: Copy) -> tuple[Tensor, Tensor]:
         """Slot and host record of a piece, or the staging of its encoded record and that record."""
-        key = op.layer * self.shape.E + op.expert, op.piece, op.bytes
+        key = op.layer * self.shape.E + op.expert, op.piece, op.encoded
+        size = (self.encoded if op.encoded else self.shape).component_bytes[op.piece]
+        if not (0 <= op.expert < self.shape.E and 0 <= op.layer < self.layers and op.bytes == size):
+            raise ValueError(f"{op} does not fit; needed: {size} bytes of one of {self.shape.E} experts in one of "
+                             f"{self.layers} layers")
         if key not in self._pieces:
-            size, coded = self.shape.component_bytes[op.piece], self.packed and self.packed.bytes[op.piece]
-            if not (0 <= op.expert < self.shape.E and 0 <= op.layer < self.layers and op.bytes in (size, coded)):
-                sizes = f"{size}" + (f" or {coded}" if coded else "")
-                raise ValueError(f"{op} does not fit; needed: {sizes} bytes of one of {self.shape.E} experts in one of "
-                                 f"{self.layers} layers")
             row, part = key[0], self.parts[op.piece]
-            raw = op.bytes == size
-            self._pieces[key] = (self.records[row, part], self.host[row, part]) if raw else self.packed.ends(op)
+            self._pieces[key] = self.packed.ends(op) if op.encoded else (self.records[row, part], self.host[row, part])
         return self._pieces[key]
 
     def copy(self, op: Copy) -> None:
@@ -149,7 +158,7 @@ class Work:
 
     def compute(self, op: Compute) -> None:
         if op.stage in DECODES:
-            self.packed.decode(op)
+            self.encoded.decode(op)
         elif op.stage != "before":
             self.stages.run(op)
         elif self.before:

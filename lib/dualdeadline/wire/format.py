@@ -109,6 +109,10 @@ class WireRecord:
         Raises:
             ValueError: too short, foreign, of another version, truncated or altered; the text names `name`.
         """
+        data = self.data
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
+            raise ValueError(f"{name} is {data.dtype} {tuple(data.shape)} on {data.device}, strides {data.stride()}; "
+                             "needed: contiguous uint8 of one dimension on the CPU")
         if self.data.numel() < HEADER:
             raise ValueError(f"{name} has {self.data.numel()} bytes; needed: at least a header of {HEADER}")
         found = self.header

@@ -64,8 +64,13 @@ class Store:
         Args:
             key: hash of the checkpoint, as `manifest.file_sha256` gives it. names: of the components, in order.
             load: name -> Tensor; called only for names that are not there. bits: of the wire format's first code.
+
+        Raises:
+            ValueError: a name that comes twice.
         """
         folder, names = Path(folder), list(names)
+        if len(set(names)) < len(names):
+            raise ValueError(f"{len(names)} names, {len(set(names))} of them different; needed: each once")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             found = cls(folder, key)
@@ -73,6 +78,7 @@ class Store:
                 return found
         except (FileNotFoundError, ValueError, KeyError, json.JSONDecodeError):
             pass
+        (folder / "store.json").unlink(missing_ok=True)  # what it says is over once the records change
         done, end = _journal(folder, key, bits, names)
         rest = [name for name in names if name not in done]
         with open(folder / "records.bin", "r+b" if end else "wb") as data, open(
