@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from dualdeadline import notebook, paths, stamp, study
+from dualdeadline import beside, notebook, paths, stamp, study
 
 HEADER = Path(paths.NOTEBOOKS / "00_map.py").read_text(encoding="utf-8").split("# %%")[0].strip() + "\n"
 FIRST = """
@@ -38,6 +39,7 @@ wait_s = 0  # seconds
 # Reads what the first one made.
 
 # %%
+import threading
 import time
 
 from dualdeadline import paths
@@ -124,9 +126,15 @@ def hear_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_interrupt_keeps_what_was_done(folder, tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_interrupt_keeps_what_was_done(folder, tmp_path, together):
+    assert not together or study.main(["run"], folder) == 0  # the second stage reads what the first has made
+    (tmp_path / "data" / "waiting").unlink(missing_ok=True)
     (folder / "profiles" / "pilot.yaml").write_text("02_second: {wait_s: 600}\n")
-    script = f"import sys; from pathlib import Path; from dualdeadline import study; sys.exit(study.main(['run'], Path({str(folder)!r})))"
+    lines = ["import sys", "from pathlib import Path", "from dualdeadline import stamp, study"]
+    lines += ["stamp.STAGES['02_second'] = stamp.Stage(beside='01_first')"] * together
+    lines += [f"sys.exit(study.main(['run'] + ['--force'] * {together}, Path({str(folder)!r})))"]
+    script = "\n".join(lines)
     process = subprocess.Popen([sys.executable, "-u", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True, env=dict(os.environ), preexec_fn=hear_ctrl_c)
     while not (tmp_path / "data" / "waiting").exists():
@@ -138,6 +146,25 @@ def test_interrupt_keeps_what_was_done(folder, tmp_path):
     assert "Interrupted" in rest.decode()
     assert (tmp_path / "data" / "pilot" / "runs" / "01_first.json").exists()
     assert not (tmp_path / "data" / "pilot" / "runs" / "02_second.json").exists()
+
+
+def test_stages_that_share_nothing_run_side_by_side(monkeypatch):
+    monkeypatch.setitem(stamp.STAGES, "b", stamp.Stage(beside="a"))
+    runs = [study.Run(stage, None, {}, {}, label) for label in ("", "x") for stage in ("a", "b", "c")]
+    assert [[run.name for run in group] for group in beside.groups(runs)] == [["a", "b"], ["c"], ["a@x", "b@x"], ["c@x"]]
+    assert [[run.name for run in group] for group in beside.groups(runs[1:3])] == [["b"], ["c"]]
+    meet, ended = threading.Barrier(2, timeout=20), []
+
+    def job(name, fail=False):
+        meet.wait()  # passes only if both run at once
+        ended.append(name)
+        if fail:
+            raise ValueError(name)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ValueError, match="first"):
+        beside.run([lambda: job("first", True), lambda: job("second")])
+    assert sorted(ended) == ["first", "second"]
 
 
 @pytest.mark.parametrize("arguments, said", [

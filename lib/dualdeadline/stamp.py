@@ -26,6 +26,7 @@ class Stage:
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     shows: int = 0  # above 0: shows the results of the stages with a smaller number, and runs after them
+    beside: str = ""  # the stage before it, if the two share nothing, use one core each and may run at the same time
 
 
 STAGES = {
@@ -40,12 +41,12 @@ STAGES = {
     "06_kernels": Stage(reads=("data_manifests/records/06_*", *FITTED, MANIFESTS[0]),
                         makes=("records/06_kernels.csv",)),
     "07_overlap": Stage(reads=("data_manifests/records/07_*", *FITTED, *MANIFESTS),
-                        makes=("records/07_overlap.csv",)),
+                        makes=("records/07_overlap.csv",), beside="06_kernels"),
     "08_wire": Stage(reads=("data_manifests/records/0[78]_*", *FITTED, PILOT, *MANIFESTS),
                      makes=("records/08_wire.csv",)),
     "12_paper": Stage(reads=(*SHOWN, "figures/*", "paper/*.tex", "paper/*.bib"), makes=("generated/*",),
                       shows=1),
-    "90_pilot_model": Stage(reads=("records/0[245]_*", "data_manifests/records/90_*", PILOT)),
+    "90_pilot_model": Stage(reads=("records/0[245]_*", "data_manifests/records/90_*", PILOT), beside="08_wire"),
 }
 # a stage that is not in the table reads whatever an earlier one may have made
 UNKNOWN = Stage(reads=("data_manifests/corpora/*", *MANIFESTS, PILOT, *FITTED))

@@ -8,6 +8,7 @@ parameters, code, environment and inputs equal its stamp, and whose outputs lie 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from dualdeadline import notebook, paths
+from dualdeadline import beside, notebook, paths
 from dualdeadline.stamp import STAGES, Stamp
 
 
@@ -187,23 +188,30 @@ def run_all(runs: list[Run], workspace: paths.Workspace, force: bool = False) ->
     environment()
     cells = [sum(cell.cell_type == "code" for cell in notebook.load(run.text).cells) + bool(run.changed)
              for run in runs]
-    done = 0
+    done, counts = 0, {run.name: count for run, count in zip(runs, cells, strict=True)}
     quiet = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60}
     with tqdm(total=sum(cells), unit="cell", desc=f"study {workspace.profile}", **quiet) as bar:
-        for run, count in zip(runs, cells, strict=True):
-            stamp = Stamp(run.stage, run.name, run.text, run.parameters, workspace)
-            if not force and (reason := stamp.stale()) is None:
-                bar.write(f"{run.name}: unchanged", file=sys.stdout)
-                bar.update(count)
-                continue
-            bar.write(f"{run.name}: running ({'forced' if force else reason})", file=sys.stdout)
-            start, before = time.monotonic(), stamp.key()
-            stamp.clear()
-            execute(run, workspace, bar)
-            stamp.write(before)
-            bar.write(f"{run.name}: done in {time.monotonic() - start:.0f} s", file=sys.stdout)
-            done += 1
+        for group in beside.groups(runs):
+            todo = []
+            for run in group:
+                stamp = Stamp(run.stage, run.name, run.text, run.parameters, workspace)
+                if not force and (reason := stamp.stale()) is None:
+                    bar.write(f"{run.name}: unchanged", file=sys.stdout)
+                    bar.update(counts[run.name])
+                else:
+                    bar.write(f"{run.name}: running ({'forced' if force else reason})", file=sys.stdout)
+                    todo.append((run, stamp))
+            beside.run([functools.partial(_stamped, run, stamp, workspace, bar) for run, stamp in todo])
+            done += len(todo)
     return done
+
+
+def _stamped(run: Run, stamp: Stamp, workspace: paths.Workspace, bar) -> None:
+    start, before = time.monotonic(), stamp.key()
+    stamp.clear()
+    execute(run, workspace, bar)
+    stamp.write(before)
+    bar.write(f"{run.name}: done in {time.monotonic() - start:.0f} s", file=sys.stdout)
 
 
 def build(folder: Path = paths.NOTEBOOKS) -> None:

@@ -1,0 +1,55 @@
+"""Stages that use one core each, two at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import psutil
+
+from dualdeadline.stamp import STAGES
+
+
+def groups(runs: list) -> list[list]:
+    """Runs in order; a stage that may run beside the one before it is in one group with it."""
+    found: list[list] = []
+    for run in runs:
+        beside = STAGES[run.stage].beside if run.stage in STAGES else ""
+        if beside and found and (found[-1][0].stage, found[-1][0].label) == (beside, run.label):
+            found[-1].append(run)
+        else:
+            found.append([run])
+    return found
+
+
+def run(jobs: list[Callable[[], None]]) -> None:
+    """Run the jobs in threads (a single one in this thread) and wait for all; the first error is raised.
+
+    Ctrl-C reaches this thread only: the kernels that run for the others are interrupted from here.
+    """
+    if len(jobs) < 2 or (os.cpu_count() or 1) < 2:
+        for job in jobs:
+            job()
+        return
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            _stop(futures)
+            raise
+    for future in futures:
+        future.result()
+
+
+def _stop(futures: list, patience_s: float = 20.0) -> None:
+    """Interrupt the kernels of this process, and kill those that do not stop."""
+    kernels = [child for child in psutil.Process().children() if any("ipykernel" in word for word in child.cmdline())]
+    for kernel in kernels:
+        kernel.send_signal(signal.SIGINT)
+    wait(futures, patience_s)
+    for kernel in kernels:
+        if kernel.is_running():
+            kernel.kill()
