@@ -52,6 +52,10 @@ Markdown(verdicts.sentence(workspace, model))
 #   traces --> predictors[03 predictors]
 #   predictors --> metrics[04 recall, calibration]
 #   predictors --> replay[05 caches, stall replay]
+#   gpu[one H200] --> kernels[06 kernels] & overlap[07 schedules] & wire[08 wire format]
+#   predictors --> kernels & overlap
+#   overlap --> wire
+#   kernels & overlap & wire --> records
 #   traces --> replay
 #   metrics --> records[(records)]
 #   replay --> records
@@ -98,5 +102,5 @@ print(protocol["grid"]["budgets"], protocol["grid"]["horizons"], protocol["stati
 # %% [markdown]
 # ## Limits
 #
-# The stages so far need no GPU: they show what can be predicted, what a cache keeps, and what the published accounting says
-# about both. Replayed is not measured; whether two deadlines pay in a decode step is open until it has been timed.
+# 01 to 05 need no GPU; 06 to 08 were measured on one H200 and show its records elsewhere. Decode steps were timed on one token of each
+# of some prompts, launched by the host; steps with encoded experts are simulated only. Replayed and simulated are not measured.

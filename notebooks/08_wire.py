@@ -203,8 +203,12 @@ axes[0].legend()
 report.save(fig, "08_blocks", workspace, blocks);
 
 # %% tags=["table"]
-table = shown.against_floor(rows, shapes)
+table = shown.against_floor(rows, shapes[:1])
 report.table(table, "wire_blocks", "block in ms, the floor of its copies, and what lies between", workspace, digits=4)
+
+# %% tags=["table"]
+table = shown.against_floor(rows, shapes[1:])
+report.table(table, "wire_blocks_2", "the same, other sizes", workspace, digits=4)
 
 # %% tags=["table"]
 errors = shown.errors(rows)
@@ -214,8 +218,9 @@ report.table(summary, "wire_validation", "relative error of the simulator, perce
 # %% [markdown]
 # ## Decode steps
 #
-# Encoded over raw: same schedule, slots and routes. Measured steps are launched by the host, every output bit equal to the resident run's;
-# simulated ones are steps as one CUDA graph would run them, at the measured times of copies, decodes, kernels and captured attention.
+# Encoded over raw: same schedule, slots and routes. Rows marked measured, where a GPU run has made some, are launched by the host, every
+# output bit equal to the resident run's; simulated ones are steps as one CUDA graph would run them, at the measured times of copies,
+# decodes, kernels and captured attention.
 
 # %% tags=["table"]
 report.table(shown.steps(rows), "wire_steps", "decode step (mean over prompts, 95 % interval)", workspace)
@@ -224,7 +229,7 @@ report.table(shown.steps(rows), "wire_steps", "decode step (mean over prompts, 9
 # ## The one-layer deadline
 #
 # Does a piece cross the link while one layer of the captured stock model computes, from its attention to its router? Copies and windows are
-# those of notebook 07. The experts' own time comes on top, 0.03 ms at most, and less of it the more of them arrived late.
+# those of notebook 07; `copy_ms` is their line at the size of the piece, `share` how much of it one window hides.
 
 # %% tags=["table"]
 fits = shown.fits(workspace, model)

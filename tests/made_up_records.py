@@ -186,6 +186,8 @@ def overlap(workspace) -> None:
         for slots in (16, 32, 48) if name != "demand_pipelined" else ():
             config = {"n": 24, "slots": slots}
             rows.add(f"{name}-demand_pipelined", "step_difference_ms", 0.1 * place, "ms", "measured", 0.05, 0.6, **config)
+    config = {"n": 12, "slots": 16, "budget": 2, "horizon": 1, "piece": "expert", "threshold": 0.0}
+    rows.add("gate_ahead", "prefetch_difference_ms", 0.1, "ms", "measured", 0.05, 0.2, **config)
     for size in (4, 8, 16):
         keys = {"n": 50, "submission": "graph", "size_mib": size}
         rows.add("behind", "copy_ms", size / 50, "ms", "measured", **keys)
@@ -199,7 +201,8 @@ def wire(workspace) -> None:
     for weights in ("normal", "pilot-olmoe"):
         rows.add("3-bit runs, 4-bit escapes", "bits_per_weight", 11.1, "bits", "measured", n=99, weights=weights, bound=False)
         rows.add("entropy", "bits_per_weight", 10.5, "bits", "measured", n=99, weights=weights, bound=True)
-    rows.add("device", "decode_gbps", 900, "GB/s", "measured", 890, 910, n=50, bits=3, records=16, raw_bytes=1 << 22)
+    keys = {"n": 50, "bits": 3, "records": 1, "warps": 4, "programs": 0, "raw_bytes": 1 << 22}
+    rows.add("device", "decode_gbps", 900, "GB/s", "measured", 890, 910, **keys)
     for part, size in (("gate_up", 5_800_000), ("down", 2_900_000)):
         rows.add(part, "record_bytes", size, "bytes", "measured", shape="olmoe", raw_bytes=2 * size)
     for way, name, ready in itertools.product(("raw", "coded"), schedule.NAMES, (0, 4, 8)):
@@ -207,6 +210,9 @@ def wire(workspace) -> None:
         ms = (2.0 if way == "raw" else 1.4) - 0.1 * ready
         rows.add(name, "block_ms", ms, "ms", "measured", ms - 0.01, ms + 0.01, n=200, **keys)
         rows.add(name, "floor_ms", ms - 0.02, "ms", "measured", ms - 0.03, ms - 0.01, n=200, **keys)
+        if name != "demand_pipelined":
+            other = f"{name}-demand_pipelined"
+            rows.add(other, "block_difference_ms", 0.01, "ms", "measured", -0.01, 0.02, n=200, **keys)
         guessed.add(name, "block_ms", ms * 1.01, "ms", "simulated", **keys)
     for slots in (16, 32, 48):
         guessed.add("encoded-raw", "simulated_step_time_ratio", 0.8, "ratio", "simulated", 0.75, 0.85, n=12, slots=slots)

@@ -115,10 +115,12 @@ def test_a_workspace_without_measurements_sees_the_committed_ones(workspace):
     made.add("demand_serial", "block_ms", 1.0, "ms", "simulated")
     made.write()
     assert record.read(workspace, stage).kind.value_counts().to_dict() == {"measured": measured, "simulated": 1}
-    made = recorder(workspace, stage=stage)
+    part = '{"part": "blocks"}'
+    made = record.Recorder(stage, "pilot-olmoe", "r", workspace, json.loads(part))
     made.add("demand_serial", "block_ms", 1.0, "ms", "measured")
     made.write()
-    assert len(record.read(workspace, stage)) == 1
+    others = ((committed.kind == "measured") & (committed.scope != part)).sum()
+    assert 0 < others < measured and len(record.read(workspace, stage)) == others + 2
 
 
 def test_a_part_measured_here_leaves_the_other_parts(workspace, monkeypatch):

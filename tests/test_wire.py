@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -400,7 +402,7 @@ def test_a_store_is_built_once(tmp_path):
     assert load.loaded == NAMES
     assert complete(Store(tmp_path / "new" / "store", "abc"))
     assert complete(Store.build(tmp_path / "new" / "store", "abc", NAMES, never))
-    assert sorted(path.name for path in (tmp_path / "new" / "store").iterdir()) == ["records.bin", "store.json"]
+    assert sorted(path.name for path in (tmp_path / "new" / "store").iterdir()) == ["lock", "records.bin", "store.json"]
 
 
 def test_an_empty_store(tmp_path):
@@ -457,7 +459,7 @@ def test_a_truncated_file_is_refused_and_built_again(tmp_path):
     with pytest.raises(ValueError, match=rf"records.bin has {size - 1} bytes; needed: {size} \(truncated"):
         Store(tmp_path, "abc")
     load = Loader()
-    assert complete(Store.build(tmp_path, "abc", NAMES, load)) and load.loaded == NAMES
+    assert complete(Store.build(tmp_path, "abc", NAMES, load)) and load.loaded == NAMES[-1:]  # the others are whole
 
 
 @pytest.mark.parametrize("offset", [0, 8, 40, HEADER, 3000, -1])
@@ -488,16 +490,42 @@ def test_another_key_format_or_name_is_refused(tmp_path):
         Store(tmp_path, "abc")
 
 
-@pytest.mark.parametrize("changed", [{"key": "other"}, {"bits": 2}, {"names": NAMES[:-1]}, {"names": NAMES[::-1]}])
-def test_another_key_width_or_list_of_names_builds_anew(tmp_path, changed):
+@pytest.mark.parametrize("changed", [{"key": "other"}, {"bits": 2}, {"bits": 9}])
+def test_a_finished_store_of_something_else_stays(tmp_path, changed):
     wanted = {"key": "abc", "bits": 3, "names": NAMES}
     Store.build(tmp_path, **wanted, load=component)
-    wanted, load = wanted | changed, Loader()
-    store = Store.build(tmp_path, **wanted, load=load)
-    assert load.loaded == list(store.index) == wanted["names"] and store.bits == wanted["bits"]
-    assert all(store[name].header["bits"] == wanted["bits"] for name in wanted["names"])
-    assert all(same(wire.decode(store[name]), component(name)) for name in wanted["names"])
-    Store.build(tmp_path, **wanted, load=never)
+    with pytest.raises(ValueError, match="or another folder|each once, bits of"):
+        Store.build(tmp_path, **wanted | changed, load=never)
+    assert complete(Store(tmp_path, "abc"))
+
+
+def test_other_names_of_the_same_checkpoint_load_only_what_is_new(tmp_path):
+    Store.build(tmp_path, "abc", NAMES[:4], component)
+    for some in (NAMES[:2], NAMES[:4][::-1]):
+        assert len(Store.build(tmp_path, "abc", some, never)) == 4
+    load = Loader()
+    assert complete(Store.build(tmp_path, "abc", NAMES, load)) and load.loaded == NAMES[4:]
+
+
+def test_a_resumed_build_makes_damaged_records_again(tmp_path):
+    def fail(name):
+        if name == NAMES[5]:
+            raise KeyboardInterrupt
+        return component(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        Store.build(tmp_path, "abc", NAMES, fail, workers=1)
+    with open(tmp_path / "records.bin", "r+b") as data:
+        data.write(bytes(4096))
+    load = Loader()
+    assert complete(Store.build(tmp_path, "abc", NAMES, load)) and load.loaded == NAMES
+
+
+def test_builds_of_one_folder_wait_for_each_other(tmp_path):
+    slow = lambda name: (time.sleep(0.02), component(name))[1]  # noqa: E731
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda load: Store.build(tmp_path, "abc", NAMES, load), (slow, slow)))
+    assert all(complete(store) for store in found)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40).filter(any))
@@ -534,22 +562,39 @@ def test_the_design_that_was_chosen_is_near_its_bound():
     assert bits["zstd"] < 16.1 and bits["lz4, bytes split"] < 16.1
 
 
-def test_a_rebuild_for_another_checkpoint_ends_the_old_store(tmp_path):
-    def build(key, names, fail=""):
-        def load(name):
-            if name == fail:
-                raise KeyboardInterrupt
-            return torch.full((9_000,), float(len(name)), dtype=torch.bfloat16)
-
-        return Store.build(tmp_path, key, names, load, workers=1)
-
-    build("A", ["a", "b", "c"])
-    with pytest.raises(KeyboardInterrupt):
-        build("B", list("abcdefgh"), "f")
-    with pytest.raises(FileNotFoundError, match="no finished store"):
-        Store(tmp_path, "A")
+def test_repeated_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="2 names, 1 of them different"):
-        build("A", ["a", "a"])
+        Store.build(tmp_path, "abc", ["a", "a"], never)
+
+
+def resealed(record, **changed):
+    """A record with other words in its header, and right checksums."""
+    data = record.data.clone()
+    words = data[:HEADER].numpy().view(np.int32)
+    for name, value in changed.items():
+        words[SHAPE if name == "shape" else WORDS.index(name)] = value
+    words[WORDS.index("header_sum")] = header_sum(words)
+    return WireRecord(data)
+
+
+@pytest.mark.parametrize("changed", [
+    {"base": 300}, {"low": -40}, {"zero": 7}, {"patch_count": -1}, {"bits": 0}, {"bits": 7}, {"dims": 200}, {"dims": -1},
+    {"dtype": 9}, {"dtype": 2}, {"shape": 7}, {"count": 5}, {"starts": 0}, {"body": 16}, {"escapes": 512}, {"patches": 0},
+    {"escape_count": 1}])
+def test_impossible_headers_are_refused(changed):
+    record = wire.encode(torch.randn(50_000).bfloat16() * 0.02)
+    assert same(wire.decode(resealed(record)), wire.decode(record))
+    with pytest.raises(ValueError, match="no record that `encode` writes"):
+        wire.decode(resealed(record, **changed))
+
+
+def test_devices_that_cannot_hold_the_tensor_are_refused():
+    record = wire.encode(torch.zeros(5_000).bfloat16())
+    with pytest.raises(ValueError, match="device is meta; needed"):
+        wire.decode(record, "meta")
+    for tensor in (torch.zeros(4, device="meta"), torch.zeros(3, 3).to_sparse()):
+        with pytest.raises(ValueError, match="needed: a dense tensor with values"):
+            wire.encode(tensor)
 
 
 @pytest.mark.parametrize("data", [torch.zeros(5_000), torch.full((5_000,), -1, dtype=torch.int8),

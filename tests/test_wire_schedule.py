@@ -522,3 +522,15 @@ def test_a_coded_component_of_the_raw_size_is_decoded():
     sizes = work.pack([(0, expert) for expert in work.experts(0)])
     assert sizes["down"] == work.shape.component_bytes["down"]
     overlap.check(work, coded_setting())
+
+
+@interpreted
+def test_kernel_skips_records_of_another_width():
+    tensor = (torch.randn(8 * wire.BLOCK) * 0.02).bfloat16()
+    record = wire.encode(tensor, 4).data[None]
+    bank = torch.full((1, 8, wire.BLOCK), 7.0, dtype=torch.bfloat16)
+    zero, one = (torch.tensor([number], dtype=torch.int32) for number in (0, 1))
+    assert (kernel.decode(record, bank, zero, zero, one, 3) == 7).all()
+    assert torch.equal(bits_of(kernel.decode(record, bank, zero, zero, one, 4).flatten()), bits_of(tensor))
+    odd = torch.full((1, 8 * wire.BLOCK // 64, 64), 7.0, dtype=torch.bfloat16)[:, :, :]
+    assert torch.equal(bits_of(kernel.decode(record, odd, zero, zero, one, 4).flatten()), bits_of(tensor))

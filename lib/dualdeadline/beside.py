@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import psutil
 
@@ -45,11 +47,18 @@ def run(jobs: list[Callable[[], None]]) -> None:
 
 
 def _stop(futures: list, patience_s: float = 20.0) -> None:
-    """Interrupt the kernels of this process, and kill those that do not stop."""
-    kernels = [child for child in psutil.Process().children() if any("ipykernel" in word for word in child.cmdline())]
-    for kernel in kernels:
-        kernel.send_signal(signal.SIGINT)
-    wait(futures, patience_s)
-    for kernel in kernels:
-        if kernel.is_running():
-            kernel.kill()
+    """Interrupt the kernels of this process until its threads have ended, and kill those that do not stop."""
+    end = time.monotonic() + patience_s
+    while wait(futures, 1.0).not_done:
+        for kernel in _kernels():
+            with suppress(psutil.Error):
+                kernel.send_signal(signal.SIGINT if time.monotonic() < end else signal.SIGKILL)
+
+
+def _kernels() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # one that has just gone
+            if any("ipykernel" in word for word in child.cmdline()):
+                found.append(child)
+    return found

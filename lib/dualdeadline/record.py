@@ -120,12 +120,15 @@ def load(path) -> pd.DataFrame:
 
 def visible(workspace: paths.Workspace, stage: str) -> pd.DataFrame:
     """All rows that a workspace shows of a stage: its own, and of a stage that needs a GPU the committed
-    measurements where it has none."""
+    measurements of every scope that it has not measured itself."""
     rows = load(workspace.record_file(stage))
     committed = paths.RECORDS / f"{stage}.csv"
-    if stage in paths.ON_GPU and workspace.record_file(stage) != committed and not (rows.kind == "measured").any():
+    if stage in paths.ON_GPU and workspace.record_file(stage) != committed:
         known = load(committed)
-        known = known[known.kind == "measured"]
+        own = rows[rows.kind == "measured"]
+        ours = set(zip(own.model, own.scope))
+        missing = [key not in ours for key in zip(known.model, known.scope)]
+        known = known[(known.kind == "measured") & pd.Series(missing, known.index, dtype=bool)]
         return pd.concat([known, rows], ignore_index=True) if len(rows) else known  # an empty frame has no types
     return rows
 
@@ -135,7 +138,7 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
 
     Rows of this machine win; a model and kind that this machine never ran shows the reference machine's rows
     (the first of `machines.yaml` that has some). `here=True` takes this machine's rows only. Of a stage that needs
-    a GPU the committed measurements count in every workspace that has none of its own.
+    a GPU the committed measurements count in every workspace, but for scopes that it measured itself.
     """
     rows = visible(workspace, stage)
     if model is not None:

@@ -96,7 +96,10 @@ def decode_kernel(
     far_off = row.to(tl.int64) * stride
     record, word, long = bytes_ptr + far_off, words_ptr + far_off // 4, longs_ptr + far_off // 8
     out_row = out_ptr + slot.to(tl.int64) * out_stride
-    coded = tl.load(word + FIELDS[0]) != 0
+    width = tl.load(word + FIELDS[0])
+    if (width != BITS) & (width != 0):
+        return
+    coded = width != 0
     base, zero, low = tl.load(word + FIELDS[1]), tl.load(word + FIELDS[2]), tl.load(word + FIELDS[3])
     full, gap, run = base * 0x01010101, base + zero, LAST - zero
     ones = tl.where(zero != 0, 0, 0x01010101)  # whether exponent 0 stands in place 0 of the run
@@ -165,7 +168,8 @@ def decode(
 ) -> Tensor:
     """Decode records[rows[m]] into bank[slots[m]] for m below count[0]; returns the bank.
 
-    An id out of range skips its record, a count above M is M. Records are trusted: verify them when they are loaded.
+    An id out of range or a record of other bits is skipped, a count above M is M. Records are trusted: verify them when
+    they are loaded.
 
     Args:
         records: uint8 `[R, stride]` on the device or in pinned host memory, each of bfloat16 values as many as a slot
@@ -188,7 +192,7 @@ def decode(
         records,
         records.view(torch.int32),
         records.view(torch.int64),
-        bank.view(torch.int64),
+        bank.flatten(1).view(torch.int64),
         rows,
         slots,
         count,

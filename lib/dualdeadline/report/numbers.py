@@ -34,6 +34,7 @@ def every(about: Subject) -> list[Number]:
         *_cache(about),
         *_kernels(about),
         *_blocks(about),
+        *_deadlines(about),
         *_wire(about),
         *_verdicts(about),
         *_run(about),
@@ -48,9 +49,7 @@ def by_name(about: Subject) -> dict[str, str]:
 
 def frame(about: Subject):
     """All of them for display."""
-    said = pd.DataFrame(
-        [(n.name, n.text, n.source) for n in every(about)], columns=["number", "text", "made by"]
-    )
+    said = pd.DataFrame([(n.name, n.text, n.source) for n in every(about)], columns=["number", "text", "made by"])
     return said.style.hide(axis="index").set_uuid("numbers")
 
 
@@ -73,10 +72,7 @@ def _protocol() -> list[Number]:
 
 def _model(about: Subject) -> list[Number]:
     model = manifest.read_yaml("models.yaml")[about.model]
-    return [
-        Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml")
-        for key in "LEKHF"
-    ]
+    return [Number(f"model_{key.lower()}", text.count(model[key]), "data_manifests/models.yaml") for key in "LEKHF"]
 
 
 def _training() -> list[Number]:
@@ -140,7 +136,7 @@ def _blocks(about: Subject) -> list[Number]:
     least = here[here["metric"] == "floor_ms"]["median"].min()
     found = overlap.errors(rows)
     graph = found[found["config.submission"] == "graph"]["error"].abs()
-    said = {f"block_{name}": f"{ms[name]:.3f}" for name in schedule.NAMES} | {
+    said = {f"block_{name}": f"{ms[name]:.3f}" for name in schedule.NAMES if name in ms} | {
         "block_floor": f"{least:.3f}",
         "staged_gain_ms": text.value(*gap.loc["staged_pipelined-demand_pipelined"]),
         "priority_gain_ms": text.value(*gap.loc["component_priority-demand_pipelined"]),
@@ -156,27 +152,54 @@ def _blocks(about: Subject) -> list[Number]:
 
 def _wire(about: Subject) -> list[Number]:
     """Bits per weight, the decode's rate, encoded against raw blocks and steps, and what a layer's time hides."""
-    kinds = ["bits_per_weight", "block_ms", "floor_ms", "decode_gbps", "step_time_ratio", "simulated_step_time_ratio"]
+    kinds = [
+        "bits_per_weight",
+        "block_ms",
+        "block_difference_ms",
+        "floor_ms",
+        "decode_gbps",
+        "step_time_ratio",
+        "simulated_step_time_ratio",
+    ]
     rows = about.rows(wire.STAGE, kinds)
-    blocks = wire.best(rows)
-    floor = rows[(rows["metric"] == "floor_ms") & (rows["config.shape"] == "olmoe") & (rows["config.wire"] == "coded")]
-    rates = rows[(rows["metric"] == "decode_gbps") & (rows["variant"] == "device") & (rows["config.bits"] == wire.BITS)]
+    ms, floor = (wire.of(rows, metric)["median"] for metric in ("block_ms", "floor_ms"))
+    split = wire.of(rows, "block_difference_ms").loc["coded", 0, "component_priority-demand_pipelined"]
     share = wire.fits(about.workspace, about.model).set_index(["piece", "wire"])
     kind, ratio = wire.ratios(rows)
     said = {
         "wire_bits": f"{wire.bits_per_weight(rows, 'normal'):.2f}",
         "wire_bits_model": f"{wire.bits_per_weight(rows, about.model):.2f}",
         "wire_entropy": f"{kernels.one(rows, 'bits_per_weight', 'entropy', weights='normal'):.2f}",
-        "wire_raw_ms": f"{blocks['raw', 0]:.3f}",
-        "wire_coded_ms": f"{blocks['coded', 0]:.3f}",
-        "wire_coded_ready_ms": f"{blocks['coded', 4]:.3f}",
-        "wire_coded_floor": f"{floor[floor['config.ready'] == 0]['median'].min():.3f}",
-        "wire_decode_gbps": text.count(round(rates["median"].max())),
+        "wire_raw_ms": f"{ms['raw', 0, 'demand_pipelined']:.3f}",
+        "wire_coded_ms": f"{ms['coded', 0, 'demand_pipelined']:.3f}",
+        "wire_split_ms": f"{ms['coded', 0, 'component_priority']:.3f}",
+        "wire_split_gain_ms": text.value(*split),
+        "wire_coded_ready_ms": f"{ms['coded', 4, 'demand_pipelined']:.3f}",
+        "wire_coded_floor": f"{floor['coded', 0, 'demand_pipelined']:.3f}",
+        "wire_decode_gbps": text.count(round(wire.one_record_gbps(rows))),
         "wire_copy_raw_ms": f"{share.copy_ms['gate_up', 'raw']:.3f}",
         "wire_copy_coded_ms": f"{share.copy_ms['gate_up', 'coded']:.3f}",
         "wire_window_ms": f"{share.window_ms['gate_up', 'raw']:.3f}",
         "wire_step_kind": kind,
         "wire_step_ratios": ratio,
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _deadlines(about: Subject) -> list[Number]:
+    """What two deadlines change in measured decode steps, and what the prefetches behind H3 did."""
+    rows = about.rows("07_overlap", ["step_difference_ms", "prefetch_difference_ms"])
+    rows = rows[rows["kind"] == "measured"]
+    gap = rows[rows["variant"] == "staged_pipelined-demand_pipelined"].sort_values("config.slots")
+    ahead = rows[rows["metric"] == "prefetch_difference_ms"]
+    said = {
+        "deadline_steps": "; ".join(
+            f"{row['config.slots']:.0f} slots {text.value(row['median'], row['low'], row['high'])}"
+            for _, row in gap.iterrows()
+        ),
+        "prefetch_cases": text.count(len(ahead)),
+        "prefetch_slower": text.count(int((ahead["low"] > 0).sum())),
+        "prefetch_faster": text.count(int((ahead["high"] < 0).sum())),
     }
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 

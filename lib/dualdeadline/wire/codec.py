@@ -48,7 +48,7 @@ def encode(tensor: Tensor, bits: int = 3) -> WireRecord:
         ValueError: another dtype (quantised weights are small already), too many bytes or dimensions, other bits.
     """
     _check(tensor, bits)
-    values = tensor.detach().cpu().contiguous().flatten()
+    values = tensor.detach().resolve_neg().cpu().contiguous().flatten()
     if tensor.dtype is not torch.bfloat16:
         return _raw(tensor, values.view(torch.uint8).numpy())
     words = values.view(torch.int16).numpy().view(np.uint16)
@@ -73,18 +73,24 @@ def encode(tensor: Tensor, bits: int = 3) -> WireRecord:
 
 
 def _check(tensor: Tensor, bits: int) -> None:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise ValueError(f"tensor is {tensor.layout} on {tensor.device}; needed: a dense tensor with values")
     if tensor.dtype not in DTYPES.values():
         raise ValueError(
             f"dtype is {tensor.dtype}; needed: bfloat16, float16 or float32 (quantised weights have no "
             "exponents to save)"
         )
-    if tensor.numel() * tensor.element_size() > LARGEST or tensor.dim() > DIMS:
+    if (
+        tensor.numel() * tensor.element_size() > LARGEST
+        or tensor.dim() > DIMS
+        or max(tensor.shape, default=0) > LARGEST
+    ):
         raise ValueError(
             f"tensor {tuple(tensor.shape)} of {tensor.numel() * tensor.element_size()} bytes; needed: at "
             f"most {LARGEST} bytes and {DIMS} dimensions"
         )
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits}; needed: one of {BITS}")
+    if bits not in BITS or isinstance(bits, float):
+        raise ValueError(f"bits is {bits!r}; needed: one of {BITS}")
 
 
 def choose(words: np.ndarray, bits: int) -> Codes:
@@ -217,7 +223,10 @@ def decode(record: WireRecord | Tensor, device=None, threads: int | None = None,
     """
     record = record if isinstance(record, WireRecord) else WireRecord(record)
     record = record.verify() if verify else record
-    if torch.device(device or "cpu").type == "cuda":
+    device = torch.device("cpu" if device is None else device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}; needed: the CPU or a CUDA device")
+    if device.type == "cuda":
         from dualdeadline.kernels import wire as kernel
 
         return kernel.decode_record(record, device)

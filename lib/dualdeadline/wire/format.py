@@ -19,6 +19,7 @@ smaller, and every dtype but bfloat16, travels raw behind the same header.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -111,8 +112,10 @@ class WireRecord:
         """
         data = self.data
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
-            raise ValueError(f"{name} is {data.dtype} {tuple(data.shape)} on {data.device}, strides {data.stride()}; "
-                             "needed: contiguous uint8 of one dimension on the CPU")
+            raise ValueError(
+                f"{name} is {data.dtype} {tuple(data.shape)} on {data.device}, strides {data.stride()}; "
+                "needed: contiguous uint8 of one dimension on the CPU"
+            )
         if self.data.numel() < HEADER:
             raise ValueError(f"{name} has {self.data.numel()} bytes; needed: at least a header of {HEADER}")
         found = self.header
@@ -126,7 +129,38 @@ class WireRecord:
             raise ValueError(f"{name} has {self.nbytes} bytes; needed: {found['bytes']} (truncated, or glued to more)")
         if found["payload_sum"] != checksum(self.data[HEADER:].numpy()):
             raise ValueError(f"{name} is altered: its payload does not match its checksum")
+        wrong = self._impossible()
+        if wrong:
+            raise ValueError(f"{name} is no record that `encode` writes: {wrong}")
         return self
+
+    def _impossible(self) -> str:
+        """What in the header or in the lists cannot be; empty if all can."""
+        found, words, last = self.header, self.words(), 2 ** max(0, self.header["bits"]) - 1
+        if found["dtype"] not in DTYPES or found["bits"] not in (0, *BITS) or not 0 <= found["dims"] <= DIMS:
+            return f"dtype {found['dtype']}, bits {found['bits']}, dimensions {found['dims']}"
+        shape = words[SHAPE : SHAPE + found["dims"]].tolist()
+        if min(shape, default=0) < 0 or math.prod(shape) != found["count"]:
+            return f"shape {shape}, {found['count']} values"
+        count = found["count"] if found["bits"] else found["count"] * DTYPES[found["dtype"]].itemsize
+        sizes = layout(count, found["bits"], found["escape_count"], found["patch_count"])
+        if min(found["escape_count"], found["patch_count"]) < 0 or any(found[key] != sizes[key] for key in sizes):
+            return "sections do not lie where they should"
+        if not found["bits"]:
+            return ""
+        if found["dtype"] != 1 or not (
+            0 <= found["base"] <= 256 - last
+            and found["zero"] in (0, 1)
+            and 0 <= found["low"] <= found["base"] + found["zero"]
+        ):
+            return f"base {found['base']}, zero {found['zero']}, low {found['low']}"
+        data = self.data.numpy()
+        starts = data[found["starts"] : found["starts"] + 4 * (align(count, BLOCK) // BLOCK)].view(np.int32)
+        starts = np.append(np.where(starts < 0, -1 - starts, starts), found["escape_count"])
+        at = data[found["patches"] : found["patches"] + 4 * found["patch_count"]].view(np.int32)
+        if starts[0] != 0 or (np.diff(starts) < 0).any() or (np.diff(at) <= 0).any():
+            return "the lists of escapes or patches are out of order"
+        return "" if not len(at) or (at[0] >= 0 and at[-1] < count) else "a patch lies outside of the tensor"
 
 
 def checksum(data: np.ndarray) -> int:
