@@ -113,6 +113,7 @@ def test_pdf_builds_from_made_up_records(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "machine_id", lambda: "made-up")
     monkeypatch.setattr(machine, "register", lambda: "made-up")
     workspace = paths.Workspace("smoke")
+    monkeypatch.setattr(paths, "ON_GPU", ())  # no committed measurement stands among the made-up ones
     made_up_records.write(workspace)
     made_up_records.draw(workspace)
     paper.write(Subject(workspace))

@@ -34,6 +34,7 @@ def workspace(tmp_path_factory):
         patch.setattr(paths, "DATA", tmp_path_factory.mktemp("data"))
         patch.setattr(machine, "machine_id", lambda: "made-up")
         patch.setattr(machine, "register", lambda: "made-up")
+        patch.setattr(paths, "ON_GPU", ())  # no committed measurement stands among the made-up ones
         made = paths.Workspace("smoke")
         made_up_records.write(made)
         yield made

@@ -1,7 +1,7 @@
 """A schedule as data: operations (`ops.py`), and the named schedules built of them (`build.py`);
 `wired.py` puts a decode behind the copies of encoded components.
 
-To add a schedule: name it in `ops.NAMES` and give `build._Builder` a method `_<name>`; once measured, every table has it.
+To add a schedule: name it in `ops.NAMES` and give `build._Builder` a method `_<name>`; once measured it is everywhere.
 """
 
 from dualdeadline.schedule.build import Layer, block, ready, step
