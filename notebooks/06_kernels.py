@@ -49,7 +49,7 @@ if not on_gpu:
 from IPython.display import Markdown
 from matplotlib import pyplot as plt
 
-from dualdeadline import fidelity, models, overlap, paths, record, report, speed, streams
+from dualdeadline import fidelity, overlap, paths, record, report, speed, streams
 from dualdeadline.kernels import checks, expert_kernels, predictor_kernels
 from dualdeadline.report import kernels as shown
 
@@ -112,10 +112,8 @@ print(copied)
 
 # %%
 if on_gpu:
-    for part, found in speed.everything([sizes[name] for name in shapes], tokens, top_k, programs, samples, seed):
-        recorder = record.Recorder("06_kernels", model, models.revision(model), workspace, {"part": part})
-        overlap.add(recorder, found)
-        recorder.write()
+    found = speed.everything([sizes[name] for name in shapes], tokens, top_k, programs, samples, seed)
+    overlap.record_parts("06_kernels", model, workspace, found)
 
 # %%
 rows = record.read(workspace, "06_kernels", model)

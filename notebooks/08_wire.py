@@ -55,18 +55,18 @@ import pandas as pd
 from IPython.display import Markdown
 from matplotlib import pyplot as plt
 
-from dualdeadline import models, overlap, paths, record, report, streams, wire
+from dualdeadline import overlap, paths, record, report, streams, wire
 from dualdeadline.kernels import checks
+from dualdeadline.report import overlap as shown_overlap
 from dualdeadline.report import wire as shown
 from dualdeadline.streams import probes, windows
-from dualdeadline.wire import space, speed
+from dualdeadline.wire import gpu, space, speed
 
 # %%
 workspace = paths.Workspace(profile)
 parts = measure if torch.cuda.is_available() else []
 sizes = {shape.name: shape for shape in (streams.OLMOE, streams.QWEN)}
 report.style()
-scope = ("08_wire", model, models.revision(model), workspace)
 
 # %% [markdown]
 # **In:** the model's weights; routes of notebook 02; on a machine without a GPU the committed records of the GPU. **Out:** record rows of
@@ -98,9 +98,7 @@ ax.legend();
 # Huffman bound what a code of single exponents can do, `zstd` and `lz4` show what a general compressor makes of the same bytes.
 
 # %% tags=["table"]
-writer = record.Recorder(*scope, {"part": "designs"})
-overlap.add(writer, rows_space)
-writer.write()
+overlap.record_parts("08_wire", model, workspace, [("designs", rows_space)])
 report.table(shown.designs(record.read(workspace, "08_wire", model)), "designs", "bits per weight", workspace, digits=2)
 
 # %% [markdown]
@@ -134,9 +132,9 @@ print(decoded)
 # A whole model is encoded once and kept; decoding on the CPU serves machines without a GPU.
 
 # %%
-writer = record.Recorder(*scope, {"part": "cpu"})
-overlap.add(writer, speed.cpu_rows(sizes["olmoe"], bits, repeats=3, seed=seed))
-writer.write()[["variant", "metric", "median", "unit"]]
+found = speed.cpu_rows(sizes["olmoe"], bits, repeats=3, seed=seed)
+overlap.record_parts("08_wire", model, workspace, [("cpu", found)])
+pd.DataFrame(found)[["variant", "metric", "median", "unit"]]
 
 # %% [markdown]
 # ## Measuring on a GPU
@@ -146,18 +144,15 @@ writer.write()[["variant", "metric", "median", "unit"]]
 
 # %%
 if "decode" in parts:
-    for part, found in speed.decode_rows(sizes["olmoe"], wire.BITS, programs, samples // 4, seed):
-        writer = record.Recorder(*scope, {"part": part})
-        overlap.add(writer, found)
-        writer.write()
+    found = gpu.everything(sizes["olmoe"], wire.BITS, programs, samples // 4, seed)
+    overlap.record_parts("08_wire", model, workspace, found)
 
 # %%
 transfers = probes.copies() if parts else None
-for name in shapes if "blocks" in parts else []:
-    writer = record.Recorder(*scope, {"part": f"blocks, {name}"})
-    work = streams.Work(sizes[name], layers, device="cuda", seed=seed)
-    overlap.add(writer, overlap.wired.run(work, ready, bits, samples, setting_s, transfers, seed))
-    writer.write()
+if "blocks" in parts:
+    used = [sizes[name] for name in shapes]
+    found = overlap.wired.run_shapes(used, layers, ready, bits, samples, setting_s, transfers, seed)
+    overlap.record_parts("08_wire", model, workspace, found)
 
 # %%
 chosen = overlap.wired.cases(slots, ["demand_pipelined", "component_priority"])
@@ -167,20 +162,18 @@ if "steps" in parts:
     stock = windows.StockLayers()
     work = streams.Work(sizes["olmoe"], len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
     overlap.wired.pack_for(recorded, work, chosen, bits)
-    writer = record.Recorder(*scope, {"part": "steps"})
     measured = recorded.measure(work, chosen, repeats, seed)
-    overlap.add(writer, overlap.wired.step_rows(measured, chosen, "measured", resamples, seed))
-    writer.write()
+    found = overlap.wired.step_rows(measured, chosen, "measured", resamples, seed)
+    overlap.record_parts("08_wire", model, workspace, [("steps", found)])
 
 # %%
 rows = record.read(workspace, "08_wire", model)
 assert (rows.metric == "block_ms").any(), f"no measured blocks for {model}; needed: this notebook run on a GPU"
-writer = record.Recorder(*scope, {"part": "simulated"})
-overlap.add(writer, overlap.wired.resimulate(rows, [sizes[name] for name in shapes], ready, layers, seed))
 link = record.read(workspace, "07_overlap", model)
 guessed = overlap.wired.simulate_steps(recorded, chosen, rows, link, sizes["olmoe"])
-overlap.add(writer, overlap.wired.step_rows(guessed, chosen, "simulated", resamples, seed))
-writer.write()
+found = overlap.wired.resimulate(rows, [sizes[name] for name in shapes], ready, layers, seed)
+found += overlap.wired.step_rows(guessed, chosen, "simulated", resamples, seed)
+overlap.record_parts("08_wire", model, workspace, [("simulated", found)])
 rows = record.read(workspace, "08_wire", model)
 blocks = rows[rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured")]
 
@@ -203,16 +196,15 @@ axes[0].legend()
 report.save(fig, "08_blocks", workspace, blocks);
 
 # %% tags=["table"]
-table = shown.against_floor(rows, shapes[:1])
-report.table(table, "wire_blocks", "block in ms, the floor of its copies, and what lies between", workspace, digits=4)
+table = shown.against_floor(rows, shapes[0])
+report.table(table, "wire_blocks", f"{shapes[0]}: block in ms, the floor of its copies, and what lies between", workspace, digits=4)
 
 # %% tags=["table"]
-table = shown.against_floor(rows, shapes[1:])
-report.table(table, "wire_blocks_2", "the same, other sizes", workspace, digits=4)
+table = shown.against_floor(rows, shapes[1])
+report.table(table, "wire_blocks_2", f"{shapes[1]}: the same", workspace, digits=4)
 
 # %% tags=["table"]
-errors = shown.errors(rows)
-summary = (100 * errors.error.abs()).groupby(errors["config.wire"]).agg(["median", "max", "count"])
+summary = shown_overlap.error_summary(shown.errors(rows), ["wire"])
 report.table(summary, "wire_validation", "relative error of the simulator, percent", workspace, digits=2)
 
 # %% [markdown]

@@ -123,6 +123,16 @@ def test_a_workspace_without_measurements_sees_the_committed_ones(workspace):
     assert 0 < others < measured and len(record.read(workspace, stage)) == others + 2
 
 
+def test_another_models_measurements_hide_nothing(workspace):
+    stage, part = "07_overlap", {"part": "blocks"}
+    before = len(record.read(workspace, stage, "pilot-olmoe"))
+    made = record.Recorder(stage, "olmoe", "r", workspace, part)
+    made.add("demand_serial", "block_ms", 1.0, "ms", "measured")
+    made.write()
+    assert before and len(record.read(workspace, stage, "pilot-olmoe")) == before
+    assert len(record.read(workspace, stage, "olmoe")) == 1
+
+
 def test_a_part_measured_here_leaves_the_other_parts(workspace, monkeypatch):
     """A GPU stage may be measured in parts: one machine's steps do not hide another's blocks."""
     monkeypatch.setattr(paths, "RECORDS", workspace.records)

@@ -542,6 +542,7 @@ def test_code_lengths_by_hand():
     assert space.huffman(np.array([0, 5])) == 1 and space.entropy(np.array([0, 5])) == 0
     counts = np.array([1, 2, 0, 8, 1, 4])
     assert space.ranked(counts, 2, 4) == 2 + 4 * 2 / 16
+    assert space.ranked(counts, 1, 1, 1) == 1 + 8 / 16 + 4 / 16 + 48 * 2 / 16
     assert space.ranked(counts, 2, 1) == 2 + 1 * 2 / 16 + 48 * 1 / 16
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
 
-from dualdeadline import record, steps
+from dualdeadline import models, record, steps
 from dualdeadline.cost import CostModel
 from dualdeadline.overlap.blocks import Setting
 from dualdeadline.timeline import Timeline
@@ -17,6 +17,14 @@ def add(recorder: record.Recorder, found: list[dict]) -> None:
     """Add rows to a recorder."""
     for row in found:
         recorder.add(**{key: value for key, value in row.items() if key != "config"}, **row["config"])
+
+
+def record_parts(stage: str, model: str, workspace, parts: Iterable[tuple[str, list[dict]]]) -> None:
+    """Write each (name, rows) as a scope of its own as soon as it is there: a killed measurement keeps the others."""
+    for part, found in parts:
+        recorder = record.Recorder(stage, model, models.revision(model), workspace, {"part": part})
+        add(recorder, found)
+        recorder.write()
 
 
 def measured(variant: str, metric: str, unit: str, times, config: dict, **more) -> dict:

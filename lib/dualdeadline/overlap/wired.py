@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from dualdeadline import steps, streams
+from dualdeadline.cost import TransferModel
 from dualdeadline.overlap.blocks import Setting, measure, simulated_blocks
 from dualdeadline.overlap.rows import block_rows, cost_rows, measured, simulated_rows
 from dualdeadline.overlap.study import recorded_cost, recorded_step_cost
@@ -49,6 +49,22 @@ def run(
                 measured(f"{name}, coded-raw", "wire_difference_ms", "ms", times - found[0][number, name], config)
             )
     return out
+
+
+def run_shapes(
+    shapes: Iterable[streams.Shape],
+    layers: int,
+    ready: Sequence[int],
+    bits: int,
+    samples: int,
+    budget_s: float,
+    transfers: pd.DataFrame,
+    seed: int = 0,
+) -> Iterator[tuple[str, list[dict]]]:
+    """`run` for each shape on the GPU, as (name, rows)."""
+    for shape in shapes:
+        work = streams.Work(shape, layers, device="cuda", seed=seed)
+        yield f"blocks, {shape.name}", run(work, ready, bits, samples, budget_s, transfers, seed)
 
 
 def size_rows(work: streams.Work) -> list[dict]:
@@ -131,43 +147,21 @@ def step_rows(found: pd.DataFrame, chosen: Sequence[steps.Case], kind: str, resa
 
     Simulated steps have metrics of their own, which no verdict finds.
     """
-    said = "" if kind == "measured" else f"{kind}_"
-    wide, out = steps.wide(found), []
-    places = {case: number for number, case in enumerate(chosen)}
-    base = chosen[0].schedule
+    wide, places = steps.wide(found), {case: number for number, case in enumerate(chosen)}
+    prefix = "" if kind == "measured" else f"{kind}_"
+
+    def row(variant: str, metric: str, unit: str, values: pd.Series, **config) -> dict:
+        mean, low, high, n = steps.two_level(values, resamples, seed)
+        said = dict(variant=variant, metric=prefix + metric, unit=unit, kind=kind, config=config)
+        return said | dict(median=mean, low=low, high=high, n=n)
+
+    out = []
     for case, number in places.items():
-        mean, low, high, n = steps.two_level(wide[number], resamples, seed)
-        config = {"slots": case.slots, "wire": WIRES[case.coded]}
-        out.append(
-            dict(
-                variant=case.schedule,
-                metric=f"{said}step_ms",
-                unit="ms",
-                kind=kind,
-                median=mean,
-                low=low,
-                high=high,
-                n=n,
-                config=config,
-            )
-        )
+        out.append(row(case.schedule, "step_ms", "ms", wide[number], slots=case.slots, wire=WIRES[case.coded]))
         if case.coded:
             raw = places[steps.Case(case.schedule, case.slots)]
-            mean, low, high, n = steps.two_level(wide[number] / wide[raw], resamples, seed)
-            name = "encoded-raw" if case.schedule == base else f"encoded-raw, {case.schedule}"
-            out.append(
-                dict(
-                    variant=name,
-                    metric=f"{said}step_time_ratio",
-                    unit="ratio",
-                    kind=kind,
-                    median=mean,
-                    low=low,
-                    high=high,
-                    n=n,
-                    config={"slots": case.slots},
-                )
-            )
+            name = "encoded-raw" if case.schedule == chosen[0].schedule else f"encoded-raw, {case.schedule}"
+            out.append(row(name, "step_time_ratio", "ratio", wide[number] / wide[raw], slots=case.slots))
     return out
 
 
@@ -182,13 +176,12 @@ def fits(
     Returns:
         DataFrame(piece, wire, copy_ms, window_ms, share): share of the piece that one window hides, at most 1.
     """
-    size = link["config.size_mib"].to_numpy(float) * 2**20
-    slope, fixed = np.polyfit(size, link["median"].to_numpy(float), 1)
+    line = TransferModel.fit(link["config.size_mib"] * 2**20, link["median"])
     layer = windows.groupby("variant")["median"].median().sum()
     rows = []
     for wire, sizes in zip(WIRES, (raw_bytes, record_bytes)):
         for piece in (*COMPONENTS, "expert"):
             bytes = sum(sizes[part] for part in COMPONENTS) if piece == "expert" else sizes[piece]
-            ms = fixed + slope * bytes
+            ms = line.ms(bytes)
             rows.append((piece, wire, ms, layer, min(1.0, layer / ms)))
     return pd.DataFrame(rows, columns=["piece", "wire", "copy_ms", "window_ms", "share"])

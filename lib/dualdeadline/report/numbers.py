@@ -190,13 +190,10 @@ def _deadlines(about: Subject) -> list[Number]:
     """What two deadlines change in measured decode steps, and what the prefetches behind H3 did."""
     rows = about.rows("07_overlap", ["step_difference_ms", "prefetch_difference_ms"])
     rows = rows[rows["kind"] == "measured"]
-    gap = rows[rows["variant"] == "staged_pipelined-demand_pipelined"].sort_values("config.slots")
+    gap = rows[rows["variant"] == "staged_pipelined-demand_pipelined"]
     ahead = rows[rows["metric"] == "prefetch_difference_ms"]
     said = {
-        "deadline_steps": "; ".join(
-            f"{row['config.slots']:.0f} slots {text.value(row['median'], row['low'], row['high'])}"
-            for _, row in gap.iterrows()
-        ),
+        "deadline_steps": overlap.by_slots(gap),
         "prefetch_cases": text.count(len(ahead)),
         "prefetch_slower": text.count(int((ahead["low"] > 0).sum())),
         "prefetch_faster": text.count(int((ahead["high"] < 0).sum())),

@@ -38,10 +38,15 @@ def spans(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 def against(rows: pd.DataFrame, setting: Setting, shapes) -> pd.DataFrame:
     """Median block, floor of its own copies and the difference of the two, ms; by shape, ready and schedule."""
     rows = rows[(rows.kind == "measured") & rows.variant.isin(schedule.NAMES)]
-    found = pd.concat([of_setting(rows, shape, setting) for shape in shapes])
-    wide = found.pivot_table(index=["config.shape", "config.ready", "variant"], columns="metric", values="median")
+    return over_own_floor(pd.concat([of_setting(rows, shape, setting) for shape in shapes]), "shape", "ready")
+
+
+def over_own_floor(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
+    """Median block, floor of its own copies and the difference, ms, by some config keys and schedule."""
+    index = [*(f"config.{key}" for key in keys), "variant"]
+    wide = rows.pivot_table(index=index, columns="metric", values="median")
     wide = wide[["block_ms", "floor_ms"]].assign(over_ms=wide.block_ms - wide.floor_ms)
-    return wide.rename_axis(index=["shape", "ready", "schedule"]).rename(index=look.label, level="schedule")
+    return wide.rename_axis(index=[*keys, "schedule"]).rename(index=look.label, level="schedule")
 
 
 def over_floor(rows: pd.DataFrame) -> pd.DataFrame:
@@ -71,20 +76,25 @@ def cuts(rows: pd.DataFrame, setting: Setting, shape: str = "olmoe") -> dict[str
     return out
 
 
-def errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Simulated against measured blocks, one row per configuration, with the relative error (share)."""
+def errors(rows: pd.DataFrame, keys=BLOCK_KEYS) -> pd.DataFrame:
+    """Simulated against measured blocks, one row per configuration, with the relative error (share).
+
+    Args:
+        keys: columns that tell configurations apart.
+    """
     part = rows[(rows.metric == "block_ms") & (rows.variant != "resident")]
-    wide = part.pivot_table(index=["variant", *BLOCK_KEYS], columns="kind", values="median").dropna().reset_index()
+    wide = part.pivot_table(index=["variant", *keys], columns="kind", values="median").dropna().reset_index()
     return wide.assign(error=wide.simulated / wide.measured - 1)
 
 
-def error_summary(found: pd.DataFrame) -> pd.DataFrame:
-    """Median and worst absolute error in percent, and configurations, by kernels and submission."""
+def error_summary(found: pd.DataFrame, by=("kernels", "submission")) -> pd.DataFrame:
+    """Median and worst absolute error in percent, and configurations, by some config keys and over all."""
     size = found.assign(error=100 * found.error.abs())
-    groups = size.groupby(["config.kernels", "config.submission"]).error
+    groups = size.groupby([f"config.{key}" for key in by]).error
     table = groups.agg(median="median", worst="max", configurations="count")
-    table.loc[("all", ""), :] = size.error.median(), size.error.max(), len(size)
-    return table.rename_axis(index=["kernels", "submission"]).astype({"configurations": int})
+    whole = ("all", *[""] * (len(by) - 1)) if len(by) > 1 else "all"
+    table.loc[whole, :] = size.error.median(), size.error.max(), len(size)
+    return table.rename_axis(index=list(by)).astype({"configurations": int})
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -92,6 +102,13 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     part = rows[rows.metric.str.endswith("step_difference_ms")]
     part = part.assign(line=part.variant.str.split("-").str[0].map(look.label) + ", " + part.kind)
     return pivot(part, "config.slots", index="line", head="schedule \\ slots", digits=4).set_index("schedule \\ slots")
+
+
+def by_slots(rows: pd.DataFrame) -> str:
+    """`16 slots 0.785 [0.767, 0.810]; 32 slots ...` of rows that differ in slots only."""
+    rows = rows.sort_values("config.slots")
+    values = zip(rows["config.slots"], rows["median"], rows["low"], rows["high"])
+    return "; ".join(f"{slots:.0f} slots {text.value(*found)}" for slots, *found in values)
 
 
 def windows(rows: pd.DataFrame) -> pd.DataFrame:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dualdeadline import paths, record, streams
+from dualdeadline import paths, record, schedule, streams
 from dualdeadline.overlap import wired
-from dualdeadline.report import look, text
+from dualdeadline.report import look, overlap, text
 from dualdeadline.report.kernels import one
 from dualdeadline.report.tables import Subject, Table, conditions, pivot
 
@@ -37,11 +37,8 @@ def one_record_gbps(rows: pd.DataFrame) -> float:
 def ratios(rows: pd.DataFrame) -> tuple[str, str]:
     """Kind and text of the ratio of encoded to raw decode steps by slots; measured ones where there are any."""
     part = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw")]
-    part = part[part.kind == part.kind.min()].sort_values("config.slots")
-    said = [
-        f"{row['config.slots']:.0f} slots {text.value(row['median'], row.low, row.high)}" for _, row in part.iterrows()
-    ]
-    return part.kind.iloc[0], "; ".join(said)
+    part = part[part.kind == part.kind.min()]
+    return part.kind.iloc[0], overlap.by_slots(part)
 
 
 def fits(workspace: paths.Workspace, model: str) -> pd.DataFrame:
@@ -78,24 +75,15 @@ def lines(rows: pd.DataFrame, schedules, shape: str = "olmoe") -> pd.DataFrame:
     return part.assign(variant=part.variant + part["config.wire"].map({"raw": "", "coded": "_coded"}))
 
 
-def against_floor(rows: pd.DataFrame, shapes) -> pd.DataFrame:
-    """Median block, floor of its own copies and what lies between, ms, by shape, wire, ready and schedule."""
-    part = rows[
-        rows.metric.isin(["block_ms", "floor_ms"]) & (rows.kind == "measured") & rows["config.shape"].isin(shapes)
-    ]
-    part = part[part.variant != "resident"]
-    keys = ["config.shape", "config.wire", "config.ready", "variant"]
-    wide = part.pivot_table(index=keys, columns="metric", values="median")
-    wide = wide.assign(over_ms=wide.block_ms - wide.floor_ms)
-    return wide.rename_axis(index=["shape", "wire", "ready", "schedule"]).rename(index=look.label, level="schedule")
+def against_floor(rows: pd.DataFrame, shape: str) -> pd.DataFrame:
+    """Median block, floor of its own copies and what lies between, ms, by wire, ready and schedule."""
+    part = rows[(rows.kind == "measured") & (rows["config.shape"] == shape) & rows.variant.isin(schedule.NAMES)]
+    return overlap.over_own_floor(part.astype({"config.ready": "Int64"}), "wire", "ready")
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Simulated against measured blocks with the relative error (share)."""
-    part = rows[(rows.metric == "block_ms") & (rows.variant != "resident")]
-    keys = ["variant", "config.shape", "config.wire", "config.ready"]
-    wide = part.pivot_table(index=keys, columns="kind", values="median").dropna().reset_index()
-    return wide.assign(error=wide.simulated / wide.measured - 1)
+    """`overlap.errors` with raw and coded blocks apart."""
+    return overlap.errors(rows, [*overlap.BLOCK_KEYS, "config.wire"])
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:

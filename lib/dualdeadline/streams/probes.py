@@ -142,28 +142,22 @@ def _stages(work, bytes, samples: int) -> dict[str, TransferModel]:
 
 
 def decoding(work, cost: CostModel, samples: int = 30) -> CostModel:
-    """`cost` with the decode of encoded pieces: one line in the bytes that appear, and its launch if the host launches.
+    """`cost` with the decode of encoded pieces in a CUDA graph: one line in the bytes that appear.
 
     Raises:
         ValueError: the work has no encoded experts.
     """
-    bytes, variants, ops = work.shape.component_bytes, {}, {}
+    bytes, variants = work.shape.component_bytes, {}
     work.encoded.staging.copy_(work.encoded.host)
     rows = [divmod(row, work.shape.E) for row in list(work.packed.place)[:REPEATS]]
     for stage in DECODES:
-        ops[stage] = [Compute(layer, stage, (expert,)) for layer, expert in rows]
-        replay = graph(lambda stage=stage: [work.compute(op) for op in ops[stage]])
+        ops = [Compute(layer, stage, (expert,)) for layer, expert in rows]
+        replay = graph(lambda ops=ops: [work.compute(op) for op in ops])
         variants[stage] = Variant(lambda turn, replay=replay: replay(), queued=True)
     found = interleaved(variants, samples, device=work.device)
     times = [np.median(found[stage]) / len(rows) for stage in DECODES]
     line = TransferModel.fit([work_bytes(stage, 1, bytes) for stage in DECODES], times)
-    stages = dict(cost.stages) | dict.fromkeys(DECODES, line)
-    if not cost.launches:
-        return replace(cost, stages=stages)
-    for stage in DECODES:
-        work.packed.prepare(ops[stage][0])
-    host = _each(lambda: [work.compute(ops[DECODES[0]][0]) for _ in range(8)], 10) / 8
-    return replace(cost, stages=stages, launches=dict(cost.launches) | dict.fromkeys(DECODES, TransferModel(host, 0.0)))
+    return replace(cost, stages=dict(cost.stages) | dict.fromkeys(DECODES, line))
 
 
 def _launches(work, stage: str, number: int) -> Callable[[int], None]:

@@ -28,9 +28,7 @@ from dualdeadline.wire.format import (
     layout,
 )
 
-CHUNK = (
-    256 * BLOCK
-)  # values worked on at a time: near a core's cache, and long enough for threads not to wait for Python
+CHUNK = 256 * BLOCK  # values worked on at a time: near a core's cache, long enough for threads not to wait for Python
 SAMPLE = 1 << 18  # values from which tables are chosen
 ESCAPED = 15  # nibble of a patched value
 MOST_PATCHES = 4096  # a block with a patch reads the whole list of them

@@ -42,11 +42,14 @@ def huffman(counts: np.ndarray) -> float:
     return total / int(counts.sum())
 
 
-def ranked(counts: np.ndarray, bits: int, second: int) -> float:
-    """Bits per value if exponents are coded by rank, wherever they lie: `bits`, then `second` for escapes."""
-    order, total = np.sort(counts)[::-1], counts.sum()
-    first, then = 2**bits - 1, 2**second - 1
-    return float(bits + (order[first:].sum() * second + order[first + then :].sum() * 48) / total)
+def ranked(counts: np.ndarray, *widths: int) -> float:
+    """Bits per value if exponents are coded by rank, wherever they lie: each width's last code leads to the next width,
+    the last one's to a patch of 48 bits."""
+    order, total, place = np.sort(counts)[::-1], 0, 0
+    for width in widths:
+        total += order[place:].sum() * width
+        place += 2**width - 1
+    return float((total + order[place:].sum() * 48) / counts.sum())
 
 
 def designs(tensor: Tensor) -> pd.DataFrame:
@@ -55,7 +58,7 @@ def designs(tensor: Tensor) -> pd.DataFrame:
     counts = exponents(tensor)
     rows = [(f"{bits}-bit runs, 4-bit escapes", encode(tensor, bits).bits_per_weight, False) for bits in BITS]
     rows += [(f"{bits}-bit ranks, 4-bit escapes", KEPT + ranked(counts, bits, 4), True) for bits in BITS]
-    rows.append(("2-bit, 3-bit, then 4-bit", KEPT + _three_levels(counts), True))
+    rows.append(("2-bit, 3-bit, then 4-bit", KEPT + ranked(counts, 2, 3, 4), True))
     rows += [("Huffman", KEPT + huffman(counts), True), ("entropy", KEPT + entropy(counts), True)]
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     split = np.concatenate([data[0::2], data[1::2]])
@@ -65,7 +68,3 @@ def designs(tensor: Tensor) -> pd.DataFrame:
             rows.append((f"{name}{way}", 8 * size / tensor.numel(), False))
     return pd.DataFrame(rows, columns=["design", "bits_per_weight", "bound"])
 
-
-def _three_levels(counts: np.ndarray) -> float:
-    order, total = np.sort(counts)[::-1], counts.sum()
-    return float(2 + (order[3:].sum() * 3 + order[10:].sum() * 4 + order[25:].sum() * 48) / total)

@@ -1,10 +1,10 @@
-"""What notebook 08 measures of the codec and of the kernels, as record rows, and its checks."""
+"""What notebook 08 measures of the codec, as record rows, and its checks; `gpu` measures the kernels."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -118,11 +118,3 @@ def cpu_rows(shape: Shape, bits: int, repeats: int, seed: int = 0) -> list[dict]
         measured("decode on the CPU", "decode_mbps", "MB/s", decoded[1:], config),
     ]
 
-
-def decode_rows(
-    shape: Shape, bits: Sequence[int], programs: Sequence[int], samples: int, seed: int = 0
-) -> Iterator[tuple[str, list[dict]]]:
-    """Parts of the decode's measurement on a GPU, as (name, rows); see `gpu`."""
-    from dualdeadline.wire import gpu
-
-    return gpu.everything(shape, bits, programs, samples, seed)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dualdeadline import manifest
-from dualdeadline.wire.many import encode_many
 from dualdeadline.wire.format import ALIGN, BITS, WireRecord
+from dualdeadline.wire.many import encode_many
 
 FORMAT = 1
 
