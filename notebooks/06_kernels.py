@@ -179,7 +179,5 @@ print(sorted(rows.metric.unique()))
 # %% [markdown]
 # ## Limits
 #
-# The committed rows come from a first run whose variants and sample counts differ from this text (marked dirty), without transformers' own
-# implementations.
 # One GPU, random weights and uniform routes: with several tokens, real routes share more experts. The ceiling is a copy's; reads alone may
 # come a little higher. transformers' eager loop is timed as it runs, launched by the host; in a graph it cannot be captured.

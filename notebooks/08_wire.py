@@ -236,5 +236,7 @@ Markdown(shown.answer(rows, fits))
 # %% [markdown]
 # ## Limits
 #
+# Measured steps are launched by the host, which has one more operation to launch for each encoded expert: the fewer bytes an expert has,
+# the more of a step is the host's. Simulated steps have no host.
 # Blocks and steps use normal weights, which compress as trained ones do (the table of designs). Encoding needs a pass over the checkpoint
 # and staging memory for what is in flight. One GPU and one link: on a faster link the decode's share grows.

@@ -165,7 +165,6 @@ def _wire(about: Subject) -> list[Number]:
     ms, floor = (wire.of(rows, metric)["median"] for metric in ("block_ms", "floor_ms"))
     split = wire.of(rows, "block_difference_ms").loc["coded", 0, "component_priority-demand_pipelined"]
     share = wire.fits(about.workspace, about.model).set_index(["piece", "wire"])
-    kind, ratio = wire.ratios(rows)
     said = {
         "wire_bits": f"{wire.bits_per_weight(rows, 'normal'):.2f}",
         "wire_bits_model": f"{wire.bits_per_weight(rows, about.model):.2f}",
@@ -180,8 +179,8 @@ def _wire(about: Subject) -> list[Number]:
         "wire_copy_raw_ms": f"{share.copy_ms['gate_up', 'raw']:.3f}",
         "wire_copy_coded_ms": f"{share.copy_ms['gate_up', 'coded']:.3f}",
         "wire_window_ms": f"{share.window_ms['gate_up', 'raw']:.3f}",
-        "wire_step_kind": kind,
-        "wire_step_ratios": ratio,
+        "wire_step_ratios": wire.ratios(rows, "measured"),
+        "wire_step_simulated": wire.ratios(rows, "simulated"),
     }
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 

@@ -38,8 +38,9 @@ exponents' entropy allows {wire_entropy}) and one gate/up record is decoded at {
 pipelined block then takes {wire_coded_ms} ms instead of {wire_raw_ms} in the same run, with equal bits; two
 deadlines for the last expert change it by {wire_split_gain_ms} ms more. By the line through measured copies,
 gate and up of one expert cross in {wire_copy_coded_ms} ms instead of {wire_copy_raw_ms}, within the
-{wire_window_ms} ms that a captured layer needs up to its router. Decode steps, encoded over raw
-({wire_step_kind}): {wire_step_ratios}.
+{wire_window_ms} ms that a captured layer needs up to its router. Decode steps, encoded over raw,
+measured with every operation launched by the host: {wire_step_ratios}; simulated as one CUDA graph:
+{wire_step_simulated}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
