@@ -15,6 +15,7 @@ from dualdeadline.wire import format as layout
 
 FIELDS = tuple(layout.WORDS.index(name) for name in ("bits", "base", "zero", "low", "patch_count", "patches"))
 HOST_PROGRAMS = 264  # of all records together, where the link is the limit
+DEVICE_PROGRAMS = 1056  # of a launch whose programs share the blocks: 8 for each multiprocessor of an H200; not tuned
 
 
 @triton.jit
@@ -56,27 +57,10 @@ def _values(kept, exponent, ASM: tl.constexpr):
     return first.to(tl.uint32, bitcast=True).to(tl.int64) | (second.to(tl.int64) << 32)
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "count_ptr", "rows", "slots"])
-def decode_kernel(
-    bytes_ptr,
-    words_ptr,
-    longs_ptr,
-    out_ptr,
-    rows_ptr,
-    slots_ptr,
-    count_ptr,
-    stride,
-    out_stride,
-    rows,
-    slots,
-    quads,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADER: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """out[slots[m]] = the values of record rows[m] for the first `count_ptr[0]` m; programs (m, p) take blocks in turn.
+@triton.jit
+def _record(bytes_ptr, words_ptr, longs_ptr, out_ptr, row, slot, stride, out_stride, quads, blocks, first_block, step,
+            BITS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, ASM: tl.constexpr):
+    """out[slot] = every `step`th block of record `row`, from `first_block` on; nothing if it has other bits.
 
     Records come as bytes, 32-bit and 64-bit words, slots as `quads` 64-bit words of four values; `stride` counts bytes,
     `out_stride` 64-bit words. A line is eight values: a byte of each bit plane, and two words of four bytes for all
@@ -86,26 +70,19 @@ def decode_kernel(
     LINES: tl.constexpr = BLOCK // 8
     LAST: tl.constexpr = 2**BITS - 1
     SIZE: tl.constexpr = BLOCK + BITS * LINES
-    item = tl.program_id(0)
-    wanted, row, slot = tl.load(count_ptr), tl.load(rows_ptr + item), tl.load(slots_ptr + item)
-    valid = (item < wanted) & (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-    if not valid:
-        return
-    blocks = (quads * 4 + BLOCK - 1) // BLOCK
     body = (HEADER + 4 * blocks + 15) // 16 * 16
     far_off = row.to(tl.int64) * stride
     record, word, long = bytes_ptr + far_off, words_ptr + far_off // 4, longs_ptr + far_off // 8
     out_row = out_ptr + slot.to(tl.int64) * out_stride
     width = tl.load(word + FIELDS[0])
-    if (width != BITS) & (width != 0):
-        return
+    last = tl.where((width == BITS) | (width == 0), blocks, 0)
     coded = width != 0
     base, zero, low = tl.load(word + FIELDS[1]), tl.load(word + FIELDS[2]), tl.load(word + FIELDS[3])
     full, gap, run = base * 0x01010101, base + zero, LAST - zero
     ones = tl.where(zero != 0, 0, 0x01010101)  # whether exponent 0 stands in place 0 of the run
     line = tl.arange(0, LINES)
     half = line[:, None] * 2 + tl.arange(0, 2)[None, :]
-    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+    for block in range(first_block, last, step):
         start = tl.load(word + HEADER // 4 + block)
         inside = block * (BLOCK // 4) + half < quads
         raw = tl.load(long + HEADER // 8 + block * (BLOCK // 4) + half, mask=inside & (coded == 0), other=0)
@@ -156,6 +133,50 @@ def decode_kernel(
                 tl.store(halves_out + spot, patch, mask=own)
 
 
+@triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "count_ptr", "rows", "slots", "listed"])
+def decode_kernel(
+    bytes_ptr,
+    words_ptr,
+    longs_ptr,
+    out_ptr,
+    rows_ptr,
+    slots_ptr,
+    count_ptr,
+    stride,
+    out_stride,
+    rows,
+    slots,
+    listed,
+    quads,
+    SPREAD: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out[slots[m]] = the values of record rows[m] for the first `count_ptr[0]` m; see `_record` for the units.
+
+    Programs (m, p) take the blocks of record m in turn. SPREAD: programs p take all blocks of all wanted records in
+    turn, record after record, and read a record's header once.
+    """
+    wanted, blocks = tl.load(count_ptr), (quads * 4 + BLOCK - 1) // BLOCK
+    if SPREAD:
+        step = tl.num_programs(0)
+        for item in range(0, tl.minimum(wanted, listed)):
+            first = (tl.program_id(0) + step - item * blocks % step) % step
+            row, slot = tl.load(rows_ptr + item), tl.load(slots_ptr + item)
+            if (first < blocks) & (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots):
+                _record(bytes_ptr, words_ptr, longs_ptr, out_ptr, row, slot, stride, out_stride, quads, blocks, first,
+                        step, BITS, BLOCK, HEADER, FIELDS, ASM)
+    else:
+        item = tl.program_id(0)
+        row, slot = tl.load(rows_ptr + item), tl.load(slots_ptr + item)
+        if (item < wanted) & (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots):
+            _record(bytes_ptr, words_ptr, longs_ptr, out_ptr, row, slot, stride, out_stride, quads, blocks,
+                    tl.program_id(1), tl.num_programs(1), BITS, BLOCK, HEADER, FIELDS, ASM)
+
+
 def decode(
     records: Tensor,
     bank: Tensor,
@@ -165,6 +186,7 @@ def decode(
     bits: int = 3,
     programs: int | None = None,
     warps: int = 4,
+    spread: bool = False,
 ) -> Tensor:
     """Decode records[rows[m]] into bank[slots[m]] for m below count[0]; returns the bank.
 
@@ -175,8 +197,11 @@ def decode(
         records: uint8 `[R, stride]` on the device or in pinned host memory, each of bfloat16 values as many as a slot
             has, coded with `bits` or raw. bank: bfloat16 slots [C,...], contiguous.
         rows, slots: int32[M] on the device. count: int32[1] on the device.
-        programs: of each record (default: one per block; from host memory as few as fill the link).
+        programs: of each record (default: one per block; from host memory as few as fill the link). With `spread`: of
+            the launch (default: as many as the device runs at a time; from host memory as few as fill the link).
         warps: of each program.
+        spread: all programs share the blocks of all wanted records, so that few wanted of many listed are read as fast
+            as many. The bits are the same.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or host memory that is not pinned.
@@ -186,9 +211,13 @@ def decode(
     _check(records, bank, rows, slots, count, bits)
     size = bank[0].numel()
     blocks = -(-size // layout.BLOCK)
-    if programs is None:
-        programs = blocks if records.device == bank.device else -(-HOST_PROGRAMS // max(1, len(rows)))
-    decode_kernel[(len(rows), min(programs, blocks))](
+    on_host = records.device != bank.device
+    if programs is None and spread:
+        programs = HOST_PROGRAMS if on_host else DEVICE_PROGRAMS
+    elif programs is None:
+        programs = -(-HOST_PROGRAMS // max(1, len(rows))) if on_host else blocks
+    grid = (max(1, min(programs, blocks * len(rows))),) if spread else (len(rows), min(programs, blocks))
+    decode_kernel[grid](
         records,
         records.view(torch.int32),
         records.view(torch.int64),
@@ -200,7 +229,9 @@ def decode(
         bank.stride(0) // 4,
         len(records),
         len(bank),
+        len(rows),
         size // 4,
+        SPREAD=spread,
         BITS=bits,
         BLOCK=layout.BLOCK,
         HEADER=layout.HEADER,

@@ -1,0 +1,315 @@
+"""Slot tables: which expert's component lies in which slot, and the rules by which that changes.
+
+Every layer has two banks of slots, one for gate/up components (component 0) and one for down components (component 1);
+nothing is shared between them. The functions here run on the host and define the rules; `kernels/slots.py` does the
+same, bit by bit, in one launch each.
+
+Live control of prefetch: `control` float32[4] holds (precision, weight, break-even, calls). Precision is the share of
+useful among the fetched-ahead components that have settled (used, or evicted unused), a running mean whose weight is
+cut to WINDOW after each call, so that older ones fade; it is one number for all layers and both components. A call of
+`admit` acts while precision >= break-even, as it stood after the call before; otherwise only every PROBE-th call
+acts, with a budget of one per component, so that prefetch can switch itself on again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAMES = ("gate_up", "down")  # components 0 and 1
+EVENTS = ("hits", "misses", "fetched_ahead", "useful", "wasted")
+COUNTERS = tuple(f"{event}_{name}" for name in NAMES for event in EVENTS)  # columns of `counters`
+USEFUL, WASTED = EVENTS.index("useful"), EVENTS.index("wasted")
+FREE, NO_SLOT = -1, -2
+WINDOW = 128  # settled components that the precision remembers, about two decode steps of 16 layers; not tuned
+PRIOR = 32  # settled useful ones that a new estimate starts with, so that the first wasted ones do not decide
+PROBE = 64  # while prefetch is off, every so many calls one guess is let through
+CALLS = 2**20  # calls are counted modulo this, which float32 holds exactly
+
+
+def control(break_even: float, device=None) -> Tensor:
+    """Control of prefetch, float32[4]: on until more than PRIOR guesses show less precision than `break_even`.
+
+    A break-even of 0 never switches prefetch off, one above 1 leaves the probes only.
+    """
+    return torch.tensor([1.0, PRIOR, break_even, 0.0], dtype=torch.float32, device=device)
+
+
+class SlotTables:
+    """Tables of L layers with E experts and slots (C_gate_up, C_down) per layer; C is the larger of both.
+
+    Fields, int32 unless said, all on one device; the second axis is the component:
+        slot_of [L,2,E]: slot of an expert, -1 absent. expert_of [L,2,C]: expert in a slot, -1 free, -2 no such slot.
+        used [L,2,C]: clock value of the last use. guessed [L,2,C]: 1 while fetched ahead and not used since.
+        clock [L,2]: look-ups so far. counters int64 [L,10]: columns COUNTERS. settled int64 [2]: useful and wasted ones
+        that the control's precision has taken in.
+
+    Raises:
+        ValueError: L, E or a number of slots below 1.
+    """
+
+    FIELDS = ("slot_of", "expert_of", "used", "guessed", "clock", "counters", "settled")
+
+    def __init__(self, L: int, E: int, slots: Sequence[int], device=None):
+        if L < 1 or E < 1 or len(slots) != 2 or min(slots) < 1:
+            raise ValueError(f"L is {L}, E {E}, slots {tuple(slots)}; needed: at least 1 each, slots of two components")
+        self.L, self.E, self.slots, self.C = L, E, tuple(int(count) for count in slots), int(max(slots))
+        make = {"dtype": torch.int32, "device": device}
+        self.slot_of = torch.full((L, 2, E), -1, **make)
+        self.expert_of = torch.full((L, 2, self.C), FREE, **make)
+        for component, count in enumerate(self.slots):
+            self.expert_of[:, component, count:] = NO_SLOT
+        self.used, self.guessed = torch.zeros(L, 2, self.C, **make), torch.zeros(L, 2, self.C, **make)
+        self.clock = torch.zeros(L, 2, **make)
+        self.counters = torch.zeros(L, len(COUNTERS), dtype=torch.int64, device=device)
+        self.settled = torch.zeros(2, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.slot_of.device
+
+    def to(self, device) -> SlotTables:
+        """A copy on a device."""
+        return SlotTables(self.L, self.E, self.slots, device).copy_(self)
+
+    def copy_(self, other: SlotTables) -> SlotTables:
+        """Take over all values of tables of the same sizes, in place; ValueError if they have others."""
+        if (self.L, self.E, self.slots) != (other.L, other.E, other.slots):
+            raise ValueError(f"L, E, slots are {other.L}, {other.E}, {other.slots}; "
+                             f"needed: {self.L}, {self.E}, {self.slots}")
+        for name in self.FIELDS:
+            getattr(self, name).copy_(getattr(other, name))
+        return self
+
+    def present(self, layer: int, component: int) -> set[int]:
+        """Experts whose component lies in a slot of the layer."""
+        return {expert for expert in self.expert_of[layer, component].tolist() if expert >= 0}
+
+    def counts(self) -> dict[str, int]:
+        """Counters by name, all layers together."""
+        return dict(zip(COUNTERS, self.counters.sum(0).tolist(), strict=True))
+
+    def clear(self) -> None:
+        """Nothing lies in any slot any more; clocks and counters go on."""
+        self.slot_of.fill_(-1)
+        self.expert_of.clamp_(max=FREE)
+        self.guessed.zero_()
+
+    def withdraw(self, layer: int, component: int, expert: int) -> None:
+        """Take back an admission whose bytes have not begun to cross the link; it counts as never made."""
+        slot = int(self.slot_of[layer, component, expert])
+        if slot < 0 or not self.guessed[layer, component, slot]:
+            raise ValueError(f"expert {expert} of layer {layer}, {NAMES[component]}: slot {slot}; needed: a guessed slot")
+        self.slot_of[layer, component, expert] = -1
+        self.expert_of[layer, component, slot], self.guessed[layer, component, slot] = FREE, 0
+        self.counters[layer, component * len(EVENTS) + EVENTS.index("fetched_ahead")] -= 1
+
+    def check(self) -> None:
+        """Raise ValueError if the tables contradict each other; waits for the device."""
+        own = self if self.device.type == "cpu" else self.to("cpu")
+        for layer in range(self.L):
+            for component, name in enumerate(NAMES):
+                problem = own._problem(layer, component)
+                if problem:
+                    raise ValueError(f"tables of layer {layer}, {name}: {problem}")
+
+    def _problem(self, layer: int, component: int) -> str | None:
+        """What contradicts itself in one bank, or None."""
+        experts, slot_of = self.expert_of[layer, component].tolist(), self.slot_of[layer, component].tolist()
+        found = dict.fromkeys(range(self.E), -1)
+        for slot, expert in enumerate(experts):
+            if (expert == NO_SLOT) != (slot >= self.slots[component]) or not NO_SLOT <= expert < self.E:
+                return f"slot {slot} of {self.slots[component]} holds {expert}; needed: -1 to {self.E - 1}, -2 beyond"
+            if expert >= 0 and found[expert] >= 0:
+                return f"expert {expert} lies in slots {found[expert]} and {slot}; needed: one"
+            if expert >= 0:
+                found[expert] = slot
+        for expert, slot in enumerate(slot_of):
+            if slot != found[expert]:
+                return f"slot_of[{expert}] is {slot}; needed: {found[expert]}, as expert_of says"
+        clock, used = int(self.clock[layer, component]), self.used[layer, component]
+        if not bool(((used >= 0) & (used <= clock)).all()):
+            return f"used runs from {int(used.min())} to {int(used.max())}; needed: 0 to the clock, {clock}"
+        guessed = self.guessed[layer, component]
+        held = self.expert_of[layer, component] >= 0
+        if not bool(((guessed == 0) | (guessed == 1) & held).all()):
+            return f"guessed is {guessed.tolist()}; needed: 0, or 1 where an expert lies"
+        return None
+
+
+class Found:
+    """Result of a look-up of ids [N,K]: slots int32 [2,N,K], -1 for none; source and dest int32 [2,M], count int32 [2].
+
+    Component c has to fetch expert source[c,m] into slot dest[c,m] for m below count[c]; beyond it stands -1. M = N*K.
+    """
+
+    def __init__(self, N: int, K: int, device=None):
+        self.slots = torch.full((2, N, K), -1, dtype=torch.int32, device=device)
+        self.source, self.dest, self.count = _lists(N * K, device)
+
+
+class Ahead:
+    """Result of an admission: source and dest int32 [2,M], count int32 [2] as in `Found`, M = max(budget).
+
+    arrived int32[1] is the kernel's own: how many of its programs are done.
+    """
+
+    def __init__(self, budget: Sequence[int], device=None):
+        self.source, self.dest, self.count = _lists(max(budget), device)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _lists(length: int, device) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.full((2, length), -1, dtype=torch.int32, device=device)
+    return source, source.clone(), torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> Found:
+    """Look up the routed experts of one forward of a layer and give slots to those that are absent.
+
+    One access per distinct expert. The clock rises by one; hits are marked as used now. Misses, in order of their
+    first (token, rank), take the free slot of the lowest number, else the slot least recently used that is not in use
+    in this call (ties: the lowest number), whose expert becomes absent. A guessed slot that is used counts as useful,
+    one that is evicted before as wasted. An id out of range has slot -1 and is no access.
+
+    Args:
+        tables: on the CPU; changed in place. ids: integers [N,K].
+        check: False: misses for which no slot is left have slot -1 and are not counted, as in the kernel.
+
+    Raises:
+        ValueError: more distinct experts than a bank has slots; the tables are unchanged then.
+    """
+    N, K = ids.shape
+    flat = ids.flatten().tolist()
+    wanted = list(dict.fromkeys(expert for expert in flat if 0 <= expert < tables.E))
+    if check and len(wanted) > min(tables.slots):
+        raise ValueError(f"ids name {len(wanted)} experts; needed: at most {min(tables.slots)}, the slots of a bank")
+    found = Found(N, K)
+    for component in range(2):
+        bank = _Bank(tables, layer, component)
+        bank.clock[...] += 1
+        hits = [expert for expert in wanted if bank.slot_of[expert] >= 0]
+        for expert in hits:
+            bank.use(int(bank.slot_of[expert]))
+        bank.add("hits", len(hits))
+        in_use, taken = set(hits), []
+        for expert in wanted:
+            slot = bank.victim(in_use) if expert not in in_use else None
+            if slot is not None:
+                bank.put(expert, slot, guessed=0)
+                in_use.add(expert)
+                taken.append((expert, slot))
+        bank.add("misses", len(taken))
+        places = [int(bank.slot_of[expert]) if expert in in_use else -1 for expert in flat]
+        found.slots[component] = torch.tensor(places, dtype=torch.int32).view(N, K)
+        _list(found, component, taken)
+    return found
+
+
+def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, threshold: float, budget: Sequence[int],
+          control: Tensor | None = None) -> Ahead:
+    """Choose what to fetch ahead for a layer that is not running, and give it slots.
+
+    Ids in range with probability >= threshold pass (NaN never does). Present ones that pass are kept: marked as used at
+    the clock's present value. Absent ones are admitted by falling probability over all rows (ties: first place), each
+    once, up to the budget of their component, into the free slot of the lowest number, else the slot least recently
+    used whose expert is not among those that pass; where there is none, nothing is admitted. They are marked as used
+    now and guessed. Switched off by the control, a call changes nothing but the control.
+
+    Args:
+        tables: on the CPU; changed in place. ids: integers [N,G]. probabilities: [N,G], compared in float32.
+        budget: most components to admit, of gate/up and of down.
+        control: float32[4] as in the module's text, changed in place; None: always on.
+    """
+    ahead, allowed = Ahead(budget), _allowed(budget, control)
+    if allowed is not None:
+        passing = _passing(tables.E, ids, probabilities, threshold)
+        for component in range(2):
+            bank = _Bank(tables, layer, component)
+            kept = {expert for expert in passing if bank.slot_of[expert] >= 0}
+            for expert in kept:
+                bank.used[bank.slot_of[expert]] = bank.clock
+            taken = []
+            for expert in passing:
+                absent = expert not in kept and len(taken) < allowed[component]
+                slot = bank.victim(set(passing)) if absent else None
+                if slot is not None:
+                    bank.put(expert, slot, guessed=1)
+                    taken.append((expert, slot))
+            bank.add("fetched_ahead", len(taken))
+            _list(ahead, component, taken)
+    if control is not None:
+        _settle(tables, control)
+    return ahead
+
+
+def _passing(E: int, ids: Tensor, probabilities: Tensor, threshold: float) -> list[int]:
+    """Distinct ids that pass, by falling probability, ties in order of their places."""
+    values, least = probabilities.float().flatten().tolist(), float(torch.tensor(threshold, dtype=torch.float32))
+    pairs = [(value, expert) for value, expert in zip(values, ids.flatten().tolist(), strict=True)
+             if 0 <= expert < E and value >= least]
+    return list(dict.fromkeys(expert for _, expert in sorted(pairs, key=lambda pair: -pair[0])))
+
+
+def _allowed(budget: Sequence[int], control: Tensor | None) -> tuple[int, ...] | None:
+    """Budget of this call of both components; None: it does nothing."""
+    if control is None or control[0] >= control[2]:
+        return tuple(budget)
+    return tuple(min(most, 1) for most in budget) if (int(control[3]) + 1) % PROBE == 0 else None
+
+
+def _settle(tables: SlotTables, control: Tensor) -> None:
+    """Count the call, and take into the precision what the counters of all layers show beyond `settled`."""
+    events = tables.counters.view(tables.L, 2, len(EVENTS)).sum((0, 1))
+    total = events[[USEFUL, WASTED]]
+    useful, wasted = (total - tables.settled).tolist()
+    precision, weight, _, calls = control.tolist()
+    if useful + wasted > 0:  # in double precision, whose products of two float32 are exact
+        control[0] = (precision * weight + useful) / (weight + (useful + wasted))
+        control[1] = min(weight + (useful + wasted), WINDOW)
+    control[3] = (int(calls) + 1) % CALLS
+    tables.settled.copy_(total)
+
+
+class _Bank:
+    """Rows of one layer and component, as views that write through."""
+
+    def __init__(self, tables: SlotTables, layer: int, component: int):
+        for name in ("slot_of", "expert_of", "used", "guessed", "clock"):
+            setattr(self, name, getattr(tables, name)[layer, component])
+        self.counters = tables.counters.view(tables.L, 2, len(EVENTS))[layer, component]
+
+    def add(self, event: str, number: int) -> None:
+        self.counters[EVENTS.index(event)] += number
+
+    def use(self, slot: int) -> None:
+        """The router has asked for what lies in the slot."""
+        self.used[slot] = self.clock
+        self.counters[USEFUL] += self.guessed[slot]
+        self.guessed[slot] = 0
+
+    def victim(self, protected: set[int]) -> int | None:
+        """The lowest free slot, else the least recently used one whose expert is not protected, else None."""
+        experts, used = self.expert_of.tolist(), self.used.tolist()
+        free = [slot for slot, expert in enumerate(experts) if expert == FREE]
+        rest = [slot for slot, expert in enumerate(experts) if expert >= 0 and expert not in protected]
+        return free[0] if free else min(rest, key=lambda slot: (used[slot], slot), default=None)
+
+    def put(self, expert: int, slot: int, guessed: int) -> None:
+        """An expert takes the slot, now; who lay there becomes absent."""
+        former = int(self.expert_of[slot])
+        if former >= 0:
+            self.slot_of[former] = -1
+            self.counters[WASTED] += self.guessed[slot]
+        self.slot_of[expert], self.expert_of[slot] = slot, expert
+        self.used[slot], self.guessed[slot] = self.clock, guessed
+
+
+def _list(out: Found | Ahead, component: int, taken: list[tuple[int, int]]) -> None:
+    """Write experts and slots into the lists of a component."""
+    if taken:
+        pairs = torch.tensor(taken, dtype=torch.int32).T
+        out.source[component, : len(taken)], out.dest[component, : len(taken)] = pairs[0], pairs[1]
+    out.count[component] = len(taken)

@@ -1,0 +1,78 @@
+"""Exact offloaded decode in stock transformers.
+
+    offload(model, slots=32) -> the same model; its routed experts live in host memory now
+    model.dualdeadline.stats(), .remove()
+    surgery.py     takes experts out of a model     options.py   what may be chosen, and what auto means
+    hosted.py      layers whose routes the host reads, by a named schedule
+    device.py      layers that the device runs alone  captured.py whole decode steps as one CUDA graph
+    guide.py       a predictor's guesses             driven.py   routes from elsewhere, to measure with
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dualdeadline.engine.handle import Offloaded
+from dualdeadline.engine.options import TIERS, choose, count_slots, parse_bytes
+from dualdeadline.engine.surgery import NAME, find
+
+__all__ = ["Offloaded", "offload"]
+
+
+def offload(model: nn.Module, slots=None, vram=None, schedule: str = "auto", predictor="auto", wire: str = "auto",
+            tier: str = "pinned", backend: str = "auto", kernels: str = "auto", ssd_path=None, *, horizon: int = 1,
+            budget=(2, 0), threshold: float = 0.5, context: int = 4096, batch: int = 1, device=None,
+            compile: bool = False) -> nn.Module:
+    """Move a model's routed experts to host memory and serve them from slots; outputs stay those of the same kernels.
+
+    Args:
+        model: a transformers MoE model in eval mode, on the CPU or on `device`. Everything else moves to `device`.
+        slots: experts kept per layer (1 or more), or dict(gate_up, down). vram: memory limit in bytes or as "6GiB",
+            from which `plan` derives the slots; one of the two.
+        schedule: one of `schedule.NAMES`. predictor: None, "auto", "gate_ahead", a fitted predictor or a callable.
+        wire: raw or coded. tier: pinned. backend: cpu, streams or graph. kernels: torch or fused.
+        horizon: layers that "auto" looks ahead. budget: components fetched ahead per layer, (gate_up, down).
+        threshold: least probability of such a guess.
+        context, batch: for which `vram` has to suffice. device: default `cuda` where there is one.
+        compile: of the graph backend, also compile the model's own code around the experts.
+
+    Returns:
+        `model` itself, with `model.dualdeadline`.
+
+    Raises:
+        ValueError: choices or a model that do not fit, by name; the model is as it was then.
+    """
+    if tier not in TIERS or ssd_path is not None:
+        raise ValueError(f"tier is {tier!r}, ssd_path {ssd_path!r}; needed: tier 'pinned' without a path")
+    if (slots is None) == (vram is None):
+        raise ValueError(f"slots is {slots!r} and vram {vram!r}; needed: exactly one of them")
+    spec, layers = find(model)
+    why: tuple[str, ...] = ()
+    if vram is not None:
+        from dualdeadline.plan import plan
+
+        found = plan(model, parse_bytes(vram), context=context, batch=batch)
+        slots, why = found.slots, found.why
+    chosen = choose(layers, count_slots(slots, spec.E), schedule, wire, backend, kernels, device)
+    if compile and chosen.backend != "graph":
+        raise ValueError(f"compile with backend {chosen.backend!r}; needed: backend 'graph'")
+    handle = Offloaded(model, spec, layers, chosen, predictor, horizon, tuple(budget), threshold, compile, why)
+    model.dualdeadline = handle
+    return model
+
+
+def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Our entry in transformers' experts interface."""
+    if torch.compiler.is_compiling():
+        return torch.ops.dualdeadline.experts(hidden, ids, weights, module._dualdeadline_key, module._dualdeadline_layer)
+    return module._dualdeadline.layer(module._dualdeadline_layer, hidden, ids, weights)
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+
+
+_register()

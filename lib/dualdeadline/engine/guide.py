@@ -1,0 +1,103 @@
+"""Guesses of a predictor beside the decode loop, as prefetch wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dualdeadline import models
+from dualdeadline.cache import slots as cache
+from dualdeadline.predictors import REGISTRY
+from dualdeadline.predictors.base import Predictor
+from dualdeadline.predictors.gate_ahead import GateAhead
+
+GUESSES = 8  # of a token that prefetch looks at
+SLOPE = 1.0  # of gate-ahead without a trace: probability one half at the router's cut, by its own logits
+
+
+def untrained(spec: models.MoESpec, horizon: int) -> GateAhead:
+    """Gate-ahead from the model's own routers, not calibrated on any trace.
+
+    Raises:
+        ValueError: no layer lies that far ahead.
+    """
+    found = GateAhead(horizon, routers=models.routers(spec))
+    if spec.L <= horizon:
+        raise ValueError(f"the model has {spec.L} MoE layers; horizon {horizon} needs more")
+    found.L, found.E, found.K, found.H = spec.L, spec.E, spec.K, spec.H
+    count = spec.L - horizon
+    found.table |= {"slope": torch.full((count,), SLOPE), "offset": torch.zeros(count)}
+    return found
+
+
+def resolve(predictor, spec: models.MoESpec, horizon: int) -> tuple[object | None, str]:
+    """What guesses with, and why that; `auto` never raises.
+
+    Raises:
+        ValueError: an unknown name, one that needs a trace, or a predictor fitted for other sizes.
+    """
+    if predictor is None:
+        return None, "no predictor was asked for"
+    if predictor == "auto":
+        try:
+            return untrained(spec, horizon), "gate-ahead, which needs no trace"
+        except Exception as error:  # whatever a new family does: decoding goes on without guesses
+            return None, f"gate-ahead does not fit this model ({error})"
+    if predictor == GateAhead.name:
+        return untrained(spec, horizon), "gate-ahead as asked for, not calibrated"
+    if isinstance(predictor, str):
+        known = f"known: {', '.join(sorted(REGISTRY))}"
+        raise ValueError(f"predictor is {predictor!r}; needed: None, 'auto', 'gate_ahead', or a fitted predictor object "
+                         f"(every other kind is fitted on a trace first; {known})")
+    if isinstance(predictor, Predictor):
+        predictor._fitted()
+        wrong = [name for name in ("L", "E", "K", "H") if getattr(predictor, name) != getattr(spec, name)]
+        if wrong:
+            got = {name: getattr(predictor, name) for name in wrong}
+            raise ValueError(f"the predictor was fitted for {got}; needed: {({n: getattr(spec, n) for n in wrong})}")
+    elif not callable(predictor):
+        raise ValueError(f"predictor is {type(predictor).__name__}; needed: a Predictor, or a callable "
+                         "(layer, hidden[N,H], ids[N,K]) -> probabilities[N,E] or None")
+    return predictor, f"{getattr(predictor, 'name', type(predictor).__name__)} as given"
+
+
+class Guide:
+    """Guesses for layer `number + horizon`, and their admission into slots.
+
+    Args:
+        predictor: from `resolve`. budget: components that may be fetched ahead for one layer, (gate_up, down).
+        threshold: least probability. control: live state of `cache.slots.admit`.
+
+    A predictor that fails is switched off, with the reason in `failed`: a guess changes time, never results.
+    """
+
+    def __init__(self, predictor, spec: models.MoESpec, horizon: int, budget: tuple[int, int], threshold: float,
+                 control: Tensor):
+        self.spec, self.budget, self.threshold, self.control = spec, budget, threshold, control
+        self.horizon = predictor.horizon if isinstance(predictor, Predictor) else horizon
+        self.step: Callable | None = predictor.online() if isinstance(predictor, Predictor) else predictor
+        self.failed = ""
+
+    def after(self, number: int, hidden: Tensor, ids: Tensor) -> tuple[int, Tensor, Tensor] | None:
+        """(target layer, ids [N,G], probabilities [N,G]) by falling probability, on the CPU; None without a guess."""
+        if self.step is None or self.horizon == 0:
+            return None
+        try:
+            chances = self.step(number, hidden, ids)
+            if chances is None or number + self.horizon >= self.spec.L:
+                return None
+            chances = torch.as_tensor(chances).detach().float().cpu()
+            if chances.shape != (len(hidden), self.spec.E):
+                raise ValueError(f"probabilities are {tuple(chances.shape)}; needed: {(len(hidden), self.spec.E)}")
+            chances = torch.where(chances.isfinite(), chances, -1.0)
+            values, names = chances.topk(min(GUESSES, self.spec.E), -1)
+            return number + self.horizon, names.int(), values
+        except Exception as error:
+            self.failed, self.step = f"the predictor failed: {error}", None
+            return None
+
+    def admit(self, tables, target: int, names: Tensor, chances: Tensor):
+        """Slots for what is worth fetching ahead; see `cache.slots.admit`."""
+        return cache.admit(tables, target, names, chances, self.threshold, self.budget, self.control)

@@ -1,0 +1,137 @@
+"""What a user may choose, checked, and what `auto` stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dualdeadline import kernels as triton_kernels
+from dualdeadline import schedule as schedules
+from dualdeadline.engine.surgery import LayerExperts, fits_fused
+from dualdeadline.schedule import COMPONENTS
+from dualdeadline.store import WIRES
+
+BACKENDS = ("cpu", "streams", "graph")
+KERNELS = ("torch", "fused")
+TIERS = ("pinned",)
+SCHEDULE = "demand_pipelined"  # no named schedule makes a measured decode step shorter (notebook 07)
+UNITS = {"": 1, "B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
+         **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)}}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of `offload` after checking; `why` says what `auto` chose and the reason."""
+
+    slots: Mapping[str, int]
+    schedule: str
+    coded: bool
+    backend: str
+    kernels: str
+    device: torch.device
+    why: tuple[str, ...]
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of `6442450944`, `"6GiB"` or `"800 MB"`.
+
+    Raises:
+        ValueError: anything else, or nothing above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if found and found[2] in UNITS and float(found[1]) > 0:
+        return int(float(found[1]) * UNITS[found[2]])
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise ValueError(f"memory is {size!r}; needed: bytes above 0 as a number, or a text like '6GiB' or '800MB'")
+
+
+def one_of(name: str, value, known: Sequence[str]) -> None:
+    if value != "auto" and value not in known:
+        raise ValueError(f"{name} is {value!r}; needed: 'auto' or one of {', '.join(known)}")
+
+
+def count_slots(slots, E: int) -> dict[str, int]:
+    """Slots per layer and component.
+
+    Args:
+        slots: a number, or dict(gate_up, down) for banks of two sizes.
+
+    Raises:
+        ValueError: not whole numbers of at least 1.
+    """
+    found = dict(slots) if isinstance(slots, Mapping) else {part: slots for part in COMPONENTS}
+    good = set(found) == set(COMPONENTS) and all(
+        isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in found.values())
+    if not good:
+        raise ValueError(f"slots is {slots!r}; needed: a whole number of at least 1, or a dict of such numbers for "
+                         f"{' and '.join(COMPONENTS)}")
+    return {part: min(count, E) for part, count in found.items()}
+
+
+def choose(layers: Sequence[LayerExperts], slots: Mapping[str, int], schedule: str, wire: str, backend: str,
+           kernels: str, device) -> Options:
+    """Check all choices together and fill in what is `auto`.
+
+    Raises:
+        ValueError: an unknown word, or choices that cannot act together or on this machine.
+    """
+    one_of("schedule", schedule, schedules.NAMES)
+    one_of("wire", wire, WIRES)
+    one_of("backend", backend, BACKENDS)
+    one_of("kernels", kernels, KERNELS)
+    device, why = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")), []
+    backend = _backend(backend, device, why)
+    kernels = _kernels(kernels, layers, backend, device, why)
+    if backend == "graph" and kernels != "fused":
+        raise ValueError("backend 'graph' computes with kernels 'fused'; needed: backend 'streams' for kernels 'torch'")
+    coded = _coded(wire, layers, backend, why)
+    if schedule == "auto":
+        schedule = "staged_pipelined" if backend == "graph" else SCHEDULE
+        why.append(f"schedule {schedule}: no named schedule makes a measured host-launched step shorter; inside a "
+                   "graph a second deadline costs no launch")
+    return Options(slots, schedule, coded, backend, kernels, device, tuple(why))
+
+
+def _backend(backend: str, device: torch.device, why: list[str]) -> str:
+    if (backend == "cpu") == (device.type == "cuda") and backend != "auto":
+        raise ValueError(f"backend is {backend!r}, the device is {device}; needed: 'cpu' on a CPU, "
+                         "'streams' or 'graph' on a CUDA device")
+    if backend != "auto":
+        return backend
+    if device.type != "cuda":
+        why.append("backend cpu: no GPU is visible")
+        return "cpu"
+    missing = triton_kernels.available()
+    why.append(f"backend streams: {missing}" if missing else "backend graph: a GPU that Triton can use")
+    return "streams" if missing else "graph"
+
+
+def _kernels(kernels: str, layers: Sequence[LayerExperts], backend: str, device, why: list[str]) -> str:
+    missing = next(filter(None, map(fits_fused, layers)), None) or triton_kernels.available()
+    if backend == "cpu" and not triton_kernels.INTERPRETED:
+        missing = "backend cpu computes in eager torch"
+    if kernels == "fused" and missing:
+        raise ValueError(f"kernels 'fused' cannot run: {missing}; needed: kernels 'torch'")
+    if kernels == "auto":
+        kernels = "torch" if missing or backend == "cpu" else "fused"
+        why.append(f"kernels {kernels}" + (f": {missing}" if missing else ""))
+    return kernels
+
+
+def _coded(wire: str, layers: Sequence[LayerExperts], backend: str, why: list[str]) -> bool:
+    shrinks = all(layer.dtype == torch.bfloat16 for layer in layers)
+    if wire == "coded" and not shrinks:
+        raise ValueError(f"wire is 'coded' and experts are {layers[0].dtype}; needed: bfloat16, other dtypes do not shrink")
+    if wire != "auto":
+        return wire == "coded"
+    coded = shrinks and backend == "graph"
+    reason = "a third fewer bytes over the link" if coded else "nothing to gain without a link" if backend == "cpu" else (
+        "host-launched steps lose what fewer bytes save" if shrinks else "only bfloat16 shrinks")
+    why.append(f"wire {'coded' if coded else 'raw'}: {reason}")
+    return coded
+
+

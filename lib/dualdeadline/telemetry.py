@@ -1,0 +1,66 @@
+"""Counters of an engine: what hit, what crossed the link and for what, which path ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from dualdeadline import cache
+from dualdeadline.schedule import COMPONENTS
+
+ROUTES_KEPT = 4096  # decode steps whose routes are remembered for the optimum's hit rate
+
+
+class Telemetry:
+    """Everything `stats()` says beyond the options.
+
+    Args:
+        L, E: MoE layers and experts. slots: by component. sizes: link bytes of each component.
+    """
+
+    def __init__(self, L: int, E: int, slots: Mapping[str, int], sizes: Mapping[str, int]):
+        self.L, self.E, self.slots, self.sizes = L, E, dict(slots), dict(sizes)
+        self.path, self.paths, self.forwards = "", Counter(), 0
+        self._routes: list[np.ndarray] = []
+        self._step: list[np.ndarray] = []
+
+    def ran(self, path: str) -> None:
+        """A forward took a path."""
+        self.path = path
+        self.paths[path] += 1
+        self.forwards += 1
+
+    def routes(self, number: int, ids: torch.Tensor) -> None:
+        """Routes [N,K] on the CPU of one layer of a decode step; kept for one token per forward."""
+        if number == 0:
+            self._step = []
+        if len(ids) == 1 and len(self._routes) < ROUTES_KEPT and len(self._step) == number:
+            self._step.append(ids[0].numpy().copy())
+            if len(self._step) == self.L:
+                self._routes.append(np.stack(self._step))
+
+    def optimum(self) -> float | None:
+        """Hit rate of Belady's policy on the remembered routes with as many slots; None without routes."""
+        if not self._routes:
+            return None
+        routes, slots = np.stack(self._routes), min(self.slots.values())
+        return float(cache.hit_rate(routes, slots, "belady", order="token").mean())
+
+    def counts(self, found: Mapping[str, int]) -> dict:
+        """Counters of `cache.slots.SlotTables.counts` in bytes and in the words of `stats`.
+
+        An access is one distinct (layer, expert) of a forward; it hits if both components are there, so with two
+        banks at least as many miss as in the one that misses more.
+        """
+        out = {f"{name}_{part}": found[f"{name}_{part}"] for name in ("hits", "misses") for part in COMPONENTS}
+        out["hits"] = min(found[f"hits_{part}"] for part in COMPONENTS)
+        out["misses"] = max(found[f"misses_{part}"] for part in COMPONENTS)
+        accesses = out["hits"] + out["misses"]
+        out["hit_rate"] = out["hits"] / accesses if accesses else None
+        out["bytes_demand"] = sum(found[f"misses_{part}"] * self.sizes[part] for part in COMPONENTS)
+        for name, column in (("bytes_ahead", "fetched_ahead"), ("bytes_useful", "useful"), ("bytes_wasted", "wasted")):
+            out[name] = sum(found[f"{column}_{part}"] * self.sizes[part] for part in COMPONENTS)
+        return out
