@@ -23,13 +23,13 @@ class Telemetry:
 
     def __init__(self, L: int, E: int, slots: Mapping[str, int], sizes: Mapping[str, int]):
         self.L, self.E, self.slots, self.sizes = L, E, dict(slots), dict(sizes)
-        self.path, self.paths, self.forwards = "", Counter(), 0
+        self.path, self.reason, self.paths, self.forwards = "", "", Counter(), 0
         self._routes: list[np.ndarray] = []
         self._step: list[np.ndarray] = []
 
-    def ran(self, path: str) -> None:
-        """A forward took a path."""
-        self.path = path
+    def ran(self, path: str, reason: str = "") -> None:
+        """A forward takes a path, for a reason if it is not the one that was asked for."""
+        self.path, self.reason = path, reason
         self.paths[path] += 1
         self.forwards += 1
 

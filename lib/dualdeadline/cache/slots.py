@@ -99,71 +99,63 @@ class SlotTables:
 
     def withdraw(self, layer: int, component: int, expert: int) -> None:
         """Take back an admission whose bytes have not begun to cross the link; it counts as never made."""
-        slot = int(self.slot_of[layer, component, expert])
-        if slot < 0 or not self.guessed[layer, component, slot]:
-            raise ValueError(f"expert {expert} of layer {layer}, {NAMES[component]}: slot {slot}; needed: a guessed slot")
-        self.slot_of[layer, component, expert] = -1
-        self.expert_of[layer, component, slot], self.guessed[layer, component, slot] = FREE, 0
-        self.counters[layer, component * len(EVENTS) + EVENTS.index("fetched_ahead")] -= 1
+        bank = _Bank(self, layer, component)
+        slot = int(bank.slot_of[expert])
+        if slot < 0 or not bank.guessed[slot]:
+            raise ValueError(f"expert {expert} of layer {layer} has slot {slot} for {NAMES[component]}; needed: a guess")
+        bank.slot_of[expert], bank.expert_of[slot], bank.guessed[slot] = -1, FREE, 0
+        bank.add("fetched_ahead", -1)
 
     def check(self) -> None:
         """Raise ValueError if the tables contradict each other; waits for the device."""
         own = self if self.device.type == "cpu" else self.to("cpu")
-        for layer in range(self.L):
-            for component, name in enumerate(NAMES):
-                problem = own._problem(layer, component)
-                if problem:
-                    raise ValueError(f"tables of layer {layer}, {name}: {problem}")
+        for bank in range(2 * self.L):
+            own._check(*divmod(bank, 2))
 
-    def _problem(self, layer: int, component: int) -> str | None:
-        """What contradicts itself in one bank, or None."""
-        experts, slot_of = self.expert_of[layer, component].tolist(), self.slot_of[layer, component].tolist()
-        found = dict.fromkeys(range(self.E), -1)
-        for slot, expert in enumerate(experts):
-            if (expert == NO_SLOT) != (slot >= self.slots[component]) or not NO_SLOT <= expert < self.E:
-                return f"slot {slot} of {self.slots[component]} holds {expert}; needed: -1 to {self.E - 1}, -2 beyond"
-            if expert >= 0 and found[expert] >= 0:
-                return f"expert {expert} lies in slots {found[expert]} and {slot}; needed: one"
-            if expert >= 0:
-                found[expert] = slot
-        for expert, slot in enumerate(slot_of):
-            if slot != found[expert]:
-                return f"slot_of[{expert}] is {slot}; needed: {found[expert]}, as expert_of says"
-        clock, used = int(self.clock[layer, component]), self.used[layer, component]
-        if not bool(((used >= 0) & (used <= clock)).all()):
-            return f"used runs from {int(used.min())} to {int(used.max())}; needed: 0 to the clock, {clock}"
-        guessed = self.guessed[layer, component]
-        held = self.expert_of[layer, component] >= 0
-        if not bool(((guessed == 0) | (guessed == 1) & held).all()):
-            return f"guessed is {guessed.tolist()}; needed: 0, or 1 where an expert lies"
-        return None
-
-
-class Found:
-    """Result of a look-up of ids [N,K]: slots int32 [2,N,K], -1 for none; source and dest int32 [2,M], count int32 [2].
-
-    Component c has to fetch expert source[c,m] into slot dest[c,m] for m below count[c]; beyond it stands -1. M = N*K.
-    """
-
-    def __init__(self, N: int, K: int, device=None):
-        self.slots = torch.full((2, N, K), -1, dtype=torch.int32, device=device)
-        self.source, self.dest, self.count = _lists(N * K, device)
+    def _check(self, layer: int, component: int) -> None:
+        slot_of, expert_of, used, guessed = (getattr(self, name)[layer, component] for name in self.FIELDS[:4])
+        count, clock = self.slots[component], int(self.clock[layer, component])
+        slot, held = torch.arange(self.C, dtype=torch.int32), expert_of >= 0
+        inside = ((expert_of == NO_SLOT) == (slot >= count)) & (expert_of >= NO_SLOT) & (expert_of < self.E)
+        inverse = torch.full_like(slot_of, -1)
+        inverse[expert_of[held & inside].long()] = slot[held & inside]
+        rules = (
+            ("expert_of", expert_of, inside.all(), f"-1 to {self.E - 1}, -2 from slot {count} on"),
+            ("slot_of", slot_of, torch.equal(slot_of, inverse) and (slot_of >= 0).sum() == held.sum(),
+             f"the inverse of expert_of, {expert_of.tolist()}, each expert once"),
+            ("used", used, ((used >= 0) & (used <= clock)).all(), f"0 to the clock, {clock}"),
+            ("guessed", guessed, ((guessed == 0) | (guessed == 1) & held).all(), "0, or 1 where an expert lies"),
+        )
+        for name, value, right, needed in rules:
+            if not right:
+                raise ValueError(f"{name} of layer {layer}, {NAMES[component]}, is {value.tolist()}; needed: {needed}")
 
 
 class Ahead:
-    """Result of an admission: source and dest int32 [2,M], count int32 [2] as in `Found`, M = max(budget).
+    """Result of an admission: component c has to fetch expert source[c,m] into slot dest[c,m] for m below count[c].
 
-    arrived int32[1] is the kernel's own: how many of its programs are done.
+    source, dest: int32 [2,M], -1 beyond the count; M = max(budget). count: int32 [2]. arrived: int32 [1], the kernel's
+    own, how many of its programs are done.
     """
 
     def __init__(self, budget: Sequence[int], device=None):
-        self.source, self.dest, self.count = _lists(max(budget), device)
+        self.source = torch.full((2, max(budget)), -1, dtype=torch.int32, device=device)
+        self.dest, self.count = self.source.clone(), torch.zeros(2, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
+    def fill(self, component: int, taken: list[tuple[int, int]]) -> None:
+        """Write (expert, slot) pairs into the lists of a component."""
+        for place, (expert, slot) in enumerate(taken):
+            self.source[component, place], self.dest[component, place] = expert, slot
+        self.count[component] = len(taken)
 
-def _lists(length: int, device) -> tuple[Tensor, Tensor, Tensor]:
-    source = torch.full((2, length), -1, dtype=torch.int32, device=device)
-    return source, source.clone(), torch.zeros(2, dtype=torch.int32, device=device)
+
+class Found(Ahead):
+    """Result of a look-up of ids [N,K]: slots int32 [2,N,K], -1 for none, and what to fetch, M = N*K."""
+
+    def __init__(self, N: int, K: int, device=None):
+        super().__init__((N * K,), device)
+        self.slots = torch.full((2, N, K), -1, dtype=torch.int32, device=device)
 
 
 def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> Found:
@@ -204,7 +196,7 @@ def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> F
         bank.add("misses", len(taken))
         places = [int(bank.slot_of[expert]) if expert in in_use else -1 for expert in flat]
         found.slots[component] = torch.tensor(places, dtype=torch.int32).view(N, K)
-        _list(found, component, taken)
+        found.fill(component, taken)
     return found
 
 
@@ -239,7 +231,7 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, th
                     bank.put(expert, slot, guessed=1)
                     taken.append((expert, slot))
             bank.add("fetched_ahead", len(taken))
-            _list(ahead, component, taken)
+            ahead.fill(component, taken)
     if control is not None:
         _settle(tables, control)
     return ahead
@@ -305,11 +297,3 @@ class _Bank:
             self.counters[WASTED] += self.guessed[slot]
         self.slot_of[expert], self.expert_of[slot] = slot, expert
         self.used[slot], self.guessed[slot] = self.clock, guessed
-
-
-def _list(out: Found | Ahead, component: int, taken: list[tuple[int, int]]) -> None:
-    """Write experts and slots into the lists of a component."""
-    if taken:
-        pairs = torch.tensor(taken, dtype=torch.int32).T
-        out.source[component, : len(taken)], out.dest[component, : len(taken)] = pairs[0], pairs[1]
-    out.count[component] = len(taken)

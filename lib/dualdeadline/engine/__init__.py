@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dualdeadline.engine.handle import Offloaded
+from dualdeadline.engine.handle import Offloaded, Prefetch, run_layer
 from dualdeadline.engine.options import TIERS, choose, count_slots, parse_bytes
 from dualdeadline.engine.surgery import NAME, find
 
@@ -57,7 +57,8 @@ def offload(model: nn.Module, slots=None, vram=None, schedule: str = "auto", pre
     chosen = choose(layers, count_slots(slots, spec.E), schedule, wire, backend, kernels, device)
     if compile and chosen.backend != "graph":
         raise ValueError(f"compile with backend {chosen.backend!r}; needed: backend 'graph'")
-    handle = Offloaded(model, spec, layers, chosen, predictor, horizon, tuple(budget), threshold, compile, why)
+    prefetch = Prefetch(predictor, horizon, tuple(budget), threshold)
+    handle = Offloaded(model, spec, layers, chosen, prefetch, why, context, compile)
     model.dualdeadline = handle
     return model
 
@@ -67,6 +68,16 @@ def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Te
     if torch.compiler.is_compiling():
         return torch.ops.dualdeadline.experts(hidden, ids, weights, module._dualdeadline_key, module._dualdeadline_layer)
     return module._dualdeadline.layer(module._dualdeadline_layer, hidden, ids, weights)
+
+
+@torch.library.custom_op("dualdeadline::experts", mutates_args=())
+def _experts_op(hidden: Tensor, ids: Tensor, weights: Tensor, key: int, number: int) -> Tensor:
+    return run_layer(key, number, hidden, ids, weights)
+
+
+@_experts_op.register_fake
+def _(hidden: Tensor, ids: Tensor, weights: Tensor, key: int, number: int) -> Tensor:
+    return torch.empty_like(hidden)
 
 
 def _register() -> None:

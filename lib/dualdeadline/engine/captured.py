@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dualdeadline.engine.statics import CACHE_NAMES, Home, View, flatten, obstacle, rolling
+from dualdeadline.engine.driven import Home, Places, flat, nested, obstacle, rolling
 
 MOST_ROWS = 8  # above it the fused experts hand over to a grouped path that is not captured
 RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
+_CACHE_NAMES = ("past_key_values", "cache")  # the second since transformers 5.24
 
 
 class Settings:
@@ -24,13 +25,11 @@ class Settings:
 
     def __init__(self, target: object, **values: object):
         self._target, self._before = target, {name: getattr(target, name) for name in values}
-        for name, value in values.items():
-            setattr(target, name, value)
+        vars(target).update(values)
 
     def remove(self) -> None:
         """Put the former values back."""
-        for name, value in self._before.items():
-            setattr(self._target, name, value)
+        vars(self._target).update(self._before)
         self._before = {}
 
 
@@ -47,14 +46,14 @@ def prefer_static(model, context: int | None) -> Settings:
 
 @dataclass
 class _Step:
-    """One decode step with fixed shapes: its input buffers, and how to run it again."""
+    """A decode step of one kind: its input buffers by path, and how to run it again."""
 
     home: Home
-    inputs: dict[tuple, torch.Tensor]  # by (keyword,) or (keyword, key of a dictionary)
+    inputs: dict[tuple, torch.Tensor]
     arguments: dict[str, Any]  # the call over those buffers, without the cache
     cache_name: str
-    counts: list[int] = field(default_factory=list)  # of the cache, before the first step
-    advance: list[int] = field(default_factory=list)  # what a step adds to them
+    counts: list[int]  # the cache's host counters before the first step
+    advance: list[int]  # what a step adds to them
     replay: Callable | None = None
 
 
@@ -63,35 +62,33 @@ class CapturedForward:
 
     A decode step is one new token per row, 1 to 8 rows, with a StaticCache that holds a prompt. Every tensor argument
     is copied into a buffer. The first step of its kind (shapes, dtypes, other arguments, the cache's tensors) runs
-    from the buffers without a graph and compiles what has to be compiled; the second is captured; from then on it is
-    replayed. Everything else goes to the original forward. Outputs keep their type; their tensors are copies, so that
-    they stay valid, and the cache in them is the caller's.
-
-    The cache's tensors are kept with the graph. Once their cache is gone, the next one of the same sizes takes them
-    over: its contents are copied in and its layers then hold the kept tensors, which saves a new capture.
+    over the buffers and compiles kernels; the second is captured, and replayed from then on. Everything else goes to
+    the original forward. Outputs keep their type; their tensors are copies that stay valid, the cache in them is the
+    caller's. The cache's tensors are kept with the graph. When their cache is gone, the next one of the same sizes
+    moves in (contents copied, its layers then hold the kept tensors), which saves a new capture.
 
     Attributes:
-        inside: True while a forward runs that is, or will be, captured: host work is not allowed in it.
+        inside: True while a forward runs that is, or will be, captured: nothing in it may wait for the device.
 
     Args:
-        compile: capture `torch.compile`'s version of the forward instead; if that fails, warns and does without.
-        capture: default: if the model is on a CUDA device. False (for tests): what would be a replay calls the
-            forward over the buffers.
-        on_path: called before each forward with its path and the reason: `"graph"`, `"first"` (over the buffers),
-            `"buffers"` (capture=False) or `"forward"`; `"compile"` tells how compilation went.
+        compile: capture `torch.compile`'s version of the forward; if that fails, warns and does without.
+        capture: default: if the model is on a CUDA device. False calls the forward over the buffers instead.
+        on_path: called before each forward with path and reason: `"graph"`, `"first"`, `"buffers"` (capture=False)
+            or `"forward"`; also with `"compile"` and how that went.
         keep: graphs that are kept; the least recently used one is dropped.
 
-    A graph knows nothing of later changes to the model: `clear()` after moving it or adding hooks.
+    A graph knows nothing of later changes to the model: call `clear()` after moving it or adding hooks.
     """
 
     def __init__(self, model, compile: bool = False, capture: bool | None = None,
                  on_path: Callable[[str, str], None] | None = None, keep: int = 4):
         self.model, self.inside, self.keep = model, False, keep
         self._capture = model.device.type == "cuda" if capture is None else capture
-        self._on_path = on_path or (lambda name, reason: None)
-        self._original, self._had = model.forward, model.__dict__.get("forward")
+        self._tell = on_path or (lambda name, reason: None)
+        self._before, self._original = model.__dict__.get("forward"), model.forward
         self._names = list(inspect.signature(self._original).parameters)
-        self._compile, self._compiled = compile, None
+        self._compiled = _Compiled(self._original, self._tell) if compile else None
+        self._places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._steps: OrderedDict[tuple, _Step] = OrderedDict()
         self._refused: dict[tuple, str] = {}
         self._pool = None
@@ -99,9 +96,7 @@ class CapturedForward:
 
         @functools.wraps(self._original)
         def forward(*args, **kwargs):
-            if torch.compiler.is_compiling():
-                return self._original(*args, **kwargs)
-            return self._forward(args, kwargs)
+            return (self._original if torch.compiler.is_compiling() else self._forward)(*args, **kwargs)
 
         self._installed = model.forward = forward
 
@@ -116,149 +111,161 @@ class CapturedForward:
         if self.model.__dict__.get("forward") is not self._installed:
             raise RuntimeError("model.forward was replaced after this one; needed: remove the later one first")
         del self.model.forward
-        if self._had is not None:
-            self.model.forward = self._had
+        if self._before is not None:
+            self.model.forward = self._before
         self._installed = None
         self._settings.remove()
         self.clear()
 
     def clear(self) -> None:
         """Drop all graphs, buffers and kept cache tensors."""
-        self._settle()
-        self._steps.clear()
+        self._drop(len(self._steps))
         self._refused.clear()
-        self._pool = None
 
-    def _settle(self) -> None:
-        if self._capture and self._steps:
+    def _drop(self, count: int) -> None:
+        if self._capture and count > 0:
             torch.cuda.synchronize()  # a graph that still runs must not lose its memory
-
-    def _forward(self, args: tuple, kwargs: dict):
-        call = dict(zip(self._names, args, strict=False)) | kwargs
-        cache_name = next((name for name in CACHE_NAMES if call.get(name) is not None), CACHE_NAMES[0])
-        cache = call.pop(cache_name, None)
-        view = None
-        reason = obstacle(self.model, call, cache, MOST_ROWS)
-        if reason is None:
-            view = View.of(cache)
-            tensors, plain, reason = flatten(call, view)
-        if reason is None:
-            key = self._key(tensors, plain, cache_name, view)
-            reason = self._refused.get(key)
-        if reason is not None:
-            self._on_path("forward", reason)
-            return self._original(*args, **kwargs)
-        step, stored = self._find(key, view, cache)
-        if step is None:
-            self._on_path("first", "the first step of its kind")
-            return self._first(key, view, cache, cache_name, tensors, plain)
-        for path, value in tensors.items():
-            step.inputs[path].copy_(value)
-        reason = None if step.replay is not None else self._record(step, cache, view)
-        if reason is not None:
-            self._refused[key] = reason
-            del self._steps[stored]
-            self._on_path("forward", reason)
-            return self._original(*args, **kwargs)
-        self._on_path(*(("graph", "") if self._capture else ("buffers", "capture is off")))
-        output = step.replay(cache, view)
-        view.write([now + more for now, more in zip(view.counts(), step.advance, strict=True)])
-        return output
-
-    def _key(self, tensors: dict, plain: dict, cache_name: str, view: View) -> tuple:
-        device, config = self.model.device.type, self.model.config
-        inputs = tuple((path, value.shape, value.dtype) for path, value in tensors.items())
-        ways = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device),
-                getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None))
-        return inputs, tuple(plain.items()), cache_name, ways, view.kinds, view.state()
-
-    def _find(self, key: tuple, view: View, cache) -> tuple[_Step | None, tuple | None]:
-        """The step for a key and a cache, whose tensors are exchanged for kept ones if that is possible."""
-        homes = {id(step.home): step.home for step in self._steps.values()}
-        home = next((home for home in homes.values() if home.holds(view)), None)
-        if home is None:
-            home = next((home for home in homes.values() if home.free_for(cache, view)), None)
-            if home is None:
-                return None, None
-            home.take(cache, view)
-        stored = key, id(home)
-        if stored not in self._steps:
-            return None, None
-        self._steps.move_to_end(stored)
-        return self._steps[stored], stored
-
-    def _first(self, key: tuple, view: View, cache, cache_name: str, tensors: dict, plain: dict):
-        with torch.inference_mode(False):  # an inference tensor could not be written from outside of that mode
-            inputs = {path: torch.empty_like(value, requires_grad=False) for path, value in tensors.items()}
-        for path, value in tensors.items():
-            inputs[path].copy_(value)
-        homes = [step.home for step in self._steps.values() if step.home.holds(view)]
-        home = homes[0] if homes else Home(cache, view)
-        step = _Step(home, inputs, _arguments(inputs, plain), cache_name, view.counts())
-        output = self._run(step, cache, view)
-        if not home.holds(View.of(cache, anew=True)):
-            self._refused[key] = "the cache replaces its tensors in every step"
-            return output
-        if self._fields(output, cache) is None:
-            self._refused[key] = f"the output, a {type(output).__name__}, holds more than tensors and the cache"
-            return output
-        step.advance = [now - then for now, then in zip(view.counts(), step.counts, strict=True)]
-        self._steps[key, id(home)] = step
-        while len(self._steps) > self.keep:
-            self._settle()
+        for _ in range(count):
             self._steps.popitem(last=False)
+
+    def _forward(self, *args, **kwargs):
+        call = dict(zip(self._names, args, strict=False)) | kwargs
+        cache_name = next((name for name in _CACHE_NAMES if call.get(name) is not None), _CACHE_NAMES[0])
+        cache, given = call.pop(cache_name, None), flat(call)
+        reason = obstacle(self.model, given, cache, MOST_ROWS)
+        if reason is None:
+            places = self._places[cache] = self._places.get(cache) or Places(cache)
+            key = cache_name, self._key(given), places.kinds, places.state()
+            reason = self._refused.get(key)
+        step = None if reason else self._find(key, places, cache)
+        if step is not None:
+            for path, buffer in step.inputs.items():
+                buffer.copy_(given[path])
+            if step.replay is None:
+                reason = self._refused[key] = self._record(step, cache, places)
+        if reason:
+            self._tell("forward", reason)
+            return self._original(*args, **kwargs)
+        if step is None:
+            self._tell("first", "the first step of its kind")
+            return self._first(key, given, cache_name, cache, places)
+        self._tell(*(("graph", "") if self._capture else ("buffers", "capture is off")))
+        output = step.replay(cache, places)
+        places.write([now + more for now, more in zip(places.counts(), step.advance, strict=True)])
         return output
 
-    def _record(self, step: _Step, cache, view: View) -> str | None:
+    def _key(self, given: dict) -> tuple:
+        device, config = self.model.device.type, self.model.config
+        names = (getattr(config, f"_{kind}_implementation", None) for kind in ("attn", "experts"))
+        inputs = ((path, *((v.shape, v.dtype) if isinstance(v, torch.Tensor) else (v,))) for path, v in given.items())
+        return torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device), *names, *inputs
+
+    def _find(self, key: tuple, places: Places, cache) -> _Step | None:
+        """The step for a key and a cache; the cache moves to kept tensors if there are free ones of its sizes."""
+        homes = list({id(step.home): step.home for step in self._steps.values()}.values())
+        home = next((home for home in homes if home.holds(places)), None)
+        home = home or next((home for home in homes if home.take(cache, places)), None)
+        stored = key, id(home)
+        if stored in self._steps:
+            self._steps.move_to_end(stored)
+        return self._steps.get(stored)
+
+    def _first(self, key: tuple, given: dict, cache_name: str, cache, places: Places):
+        with torch.inference_mode(False):  # an inference tensor could not be written from outside of that mode
+            inputs = {path: torch.empty_like(v) for path, v in given.items() if isinstance(v, torch.Tensor)}
+        for path, buffer in inputs.items():
+            buffer.copy_(given[path])
+        home = next((step.home for step in self._steps.values() if step.home.holds(places)), None)
+        step = _Step(home or Home(cache, places), inputs, nested(given | inputs), cache_name, places.counts(), [])
+        output = self._run(step, cache, places)
+        step.advance = [now - then for now, then in zip(places.counts(), step.counts, strict=True)]
+        now = self._places[cache] = Places(cache)
+        if not step.home.holds(now):
+            self._refused[key] = "the cache replaces its tensors in such a step"
+        elif self._fields(output, cache) is None:
+            self._refused[key] = f"the output, a {type(output).__name__}, holds more than tensors and the cache"
+        else:
+            self._drop(len(self._steps) + 1 - self.keep)
+            self._steps[key, id(step.home)] = step
+        return output
+
+    def _run(self, step: _Step, cache, places: Places):
+        self.inside = True
+        try:
+            call = step.arguments | {step.cache_name: cache}
+            output = self._compiled(call) if self._compiled else None
+            if output is None:
+                with rolling(places):
+                    output = self._original(**call)
+            return output
+        finally:
+            self.inside = False
+
+    def _record(self, step: _Step, cache, places: Places) -> str | None:
         """Give a step its replay; says why, if it cannot be captured. A capture executes nothing on the device."""
         if not self._capture:
             step.replay = functools.partial(self._again, step)
             return None
-        counts = view.counts()
-        graph, names = torch.cuda.CUDAGraph(), None
-        if self._pool is None or not any(other.replay for other in self._steps.values()):
+        counts, graph = places.counts(), torch.cuda.CUDAGraph()
+        if not any(other.replay for other in self._steps.values()):
             self._pool = torch.cuda.graph_pool_handle()  # one for all: graphs run one after the other
         try:
-            view.write(step.counts)  # compiled code may check them; what they are good for is in the inputs
+            places.write(step.counts)  # compiled code may check them; the kernels do not depend on them
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = self._run(step, cache, view)
-            names = self._fields(output, cache)
-        except Exception as error:  # a host synchronisation, or memory that ran out: the original forward still works
-            reason = f"capture failed: {type(error).__name__}: {error}"
-            warnings.warn(f"decode steps run without a CUDA graph; {reason}", stacklevel=5)
-            return reason
+                output = self._run(step, cache, places)
+        except Exception as error:  # a wait for the device, or no memory: the original forward still works
+            self._steps = OrderedDict(item for item in self._steps.items() if item[1] is not step)
+            warnings.warn(f"no CUDA graph of this step: {type(error).__name__}: {error}", stacklevel=5)
+            return f"capture failed: {type(error).__name__}: {error}"
         finally:
-            view.write(counts)
-        step.replay = functools.partial(self._replay, graph, type(output), names)
+            places.write(counts)
+        fields = self._fields(output, cache)
+        step.replay = functools.partial(self._replay, graph, type(output), fields)
         return None
 
-    def _again(self, step: _Step, cache, view: View):
-        counts = view.counts()
-        output = self._run(step, cache, view)
-        view.write(counts)  # as after a graph, which the host does not see
+    def _again(self, step: _Step, cache, places: Places):
+        counts = places.counts()
+        output = self._run(step, cache, places)
+        places.write(counts)  # as after a graph, which the host does not see
         return output
 
-    def _replay(self, graph, kind: type, names: dict, cache, view: View):
+    def _replay(self, graph, kind: type, fields: dict, cache, places: Places):
         graph.replay()
-        found = {"cache": cache}
-        values = {}
-        for name, value in names.items():
-            values[name] = value.clone() if isinstance(value, torch.Tensor) else found.get(value)
-            if value == "attribute":
-                values[name] = getattr(self.model.base_model, name)
-        return kind(**values)
+        return kind(**{name: cache if value is None else value.clone() for name, value in fields.items()})
 
     def _fields(self, output, cache) -> dict | None:
-        """What an output holds: tensors, `"cache"` or `"attribute"` (the model's own tensor); None if other things."""
+        """Tensors of an output by name, None for the cache; None instead if it holds anything else."""
         if not hasattr(output, "to_tuple"):
             return None
-        fields = {}
-        for name, value in output.items():
-            if value is cache:
-                fields[name] = "cache"
-            elif not isinstance(value, torch.Tensor):
-                return None
-            else:
-                own = value is getattr(self.model.base_model, name, None)
-                fields[name] = "attribute" if own else value
-        return fields
+        fields = {name: None if value is cache else value for name, value in output.items()}
+        return fields if all(value is None or isinstance(value, torch.Tensor) for value in fields.values()) else None
+
+
+class _Compiled:
+    """`torch.compile`'s version of a forward, without CUDA graphs of its own; calls return None if there is none."""
+
+    def __init__(self, forward: Callable, tell: Callable[[str, str], None]):
+        self._tell, self._told = tell, False
+        self._ways = [(how, torch.compile(forward, fullgraph=how == "whole", dynamic=False,
+                                          options={"triton.cudagraphs": False})) for how in ("whole", "in parts")]
+
+    def __call__(self, call: dict[str, Any]):
+        from torch import _dynamo
+
+        while self._ways:
+            how, forward = self._ways[0]
+            try:  # in parts, what does not compile runs as it is; an error here comes before anything has run
+                with _dynamo.config.patch(recompile_limit=RECOMPILES, suppress_errors=how == "in parts"):
+                    output = forward(**call)
+            except _dynamo.exc.TorchDynamoException as error:
+                self._ways.pop(0)
+                problem = f"not compiled {how}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                self._tell("compile", problem)
+                if not self._ways:
+                    warnings.warn(f"decode steps run uncompiled; {problem}", stacklevel=6)
+                continue
+            if not self._told:
+                self._tell("compile", f"compiled {how}")
+            self._told = True
+            return output
+        return None

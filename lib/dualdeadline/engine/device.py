@@ -110,12 +110,12 @@ class DeviceDriven:
 
     def _guess(self, number: int, hidden: Tensor, ids: Tensor) -> None:
         """Predict, admit and fetch ahead for a later layer, beside the products of this one."""
-        if self.guide is None or number + self.guide.horizon >= len(self.layers):
+        if self.guide is None:
             return
         target, self.keep = number + self.guide.horizon, (hidden, ids)
         with self._beside(1):
             guessed = self.guide(number, hidden, ids)
-            if guessed is None:
+            if guessed is None or target >= len(self.layers):
                 return
             if self.ahead is None:
                 self.ahead = cache.Ahead(self.budget, ids.device)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -123,3 +127,151 @@ def _check(spec: MoESpec, routes: torch.Tensor, weights, scores) -> None:
             raise ValueError(f"{name} are {value.dtype} {list(value.shape)}; needed: floating point {shape}")
         if value.isnan().any():
             raise ValueError(f"{name} hold NaN at {value.isnan().nonzero()[0].tolist()}; needed: numbers")
+
+
+# What a captured decode step (captured.py) needs of a call and of its static cache
+
+_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def flat(call: dict[str, Any]) -> dict[tuple, Any]:
+    """Arguments by path: (keyword,), or (keyword, key) for what is in dictionaries."""
+    found = {}
+    for name, value in call.items():
+        found |= {(name, key): part for key, part in value.items()} if isinstance(value, dict) else {(name,): value}
+    return found
+
+
+def nested(paths: dict[tuple, Any]) -> dict[str, Any]:
+    """The arguments that `flat` took apart."""
+    call: dict[str, Any] = {}
+    for (name, *key), value in paths.items():
+        (call.setdefault(name, {}) if key else call)[key[0] if key else name] = value
+    return call
+
+
+def obstacle(model, given: dict[tuple, Any], cache, most_rows: int) -> str | None:
+    """Why a call (its arguments as of `flat`, without the cache) is not a decode step for a graph; None if it is."""
+    from transformers import StaticCache
+
+    ids, config = given.get(("input_ids",)), model.config.get_text_config()
+    if torch.is_grad_enabled() or model.training:
+        return "gradients are on, or the model is in training mode"
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return "input_ids are no tensor [N, tokens]"
+    if ids.shape[1] != 1 or not 1 <= len(ids) <= most_rows:
+        return f"input_ids are {list(ids.shape)}; graphs take one token of 1 to {most_rows} rows"
+    if not isinstance(cache, StaticCache) or cache.offloading:
+        return f"the cache is a {type(cache).__name__}; graphs need a StaticCache that stays on the device"
+    if any(getattr(layer, "keys", True) is None for layer in cache.layers):
+        return "the cache is empty"
+    if given.get(("labels",)) is not None or given.get(("return_dict",), config.return_dict) is False:
+        return "a loss or a plain tuple is asked for"
+    for name in _EXTRAS:
+        wanted = given.get((name,))
+        if getattr(config, name, False) if wanted is None else wanted:
+            return f"{name} is asked for"
+    sliding = any(_slides(layer) for layer in cache.layers)  # then positions and masks must not come from host counters
+    if sliding and not isinstance(given.get(("position_ids",)), torch.Tensor):
+        return "a sliding window, but no position_ids"
+    for (name, *_), value in given.items():
+        if name == "attention_mask" and (sliding if value is None else getattr(value, "dim", int)() != 4):
+            return "the attention mask is not 4D, or grows with every step"
+        if isinstance(value, torch.Tensor):
+            if value.device != model.device:
+                return f"{name} is on {value.device}, the model on {model.device}"
+        elif not (value is None or isinstance(value, bool | int | float | str)):
+            return f"{name} is a {type(value).__name__}"
+    return None
+
+
+class Places:
+    """Where a cache's tensors and host values are: (dictionary, key) pairs, so that reading them is cheap."""
+
+    def __init__(self, cache):
+        self.tensors, self.flags, self._counts = [], [], []
+        self.windows = [layer for layer in cache.layers if _slides(layer)]
+        for layer in cache.layers:
+            self._walk(vars(layer))
+        self.kinds = (*map(type, cache.layers), *(key for places in (self.tensors, self._counts) for _, key in places))
+
+    def _walk(self, values: dict) -> None:
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors.append((values, key))
+            elif isinstance(value, dict):
+                self._walk(value)
+            elif isinstance(value, int):
+                (self.flags if isinstance(value, bool) else self._counts).append((values, key))
+
+    def state(self) -> tuple:
+        """Host values that a step's kernels depend on."""
+        return (*(values[key] for values, key in self.flags), *map(_is_full, self.windows))
+
+    def counts(self) -> list[int]:
+        """Host counters, which a graph does not move on."""
+        return [values[key] for values, key in self._counts]
+
+    def write(self, counts: list[int]) -> None:
+        """Set the host counters."""
+        for (values, key), count in zip(self._counts, counts, strict=True):
+            values[key] = count
+
+
+class Home:
+    """The tensors that graphs were captured over, and the cache whose layers hold them now."""
+
+    def __init__(self, cache, places: Places):
+        self.tensors = [values[key] for values, key in places.tensors]
+        self.owner, self.sizes = weakref.ref(cache), self._sizes(places)
+
+    @staticmethod
+    def _sizes(places: Places) -> list:
+        found = [values[key] for values, key in places.tensors]
+        return [(value.shape, value.dtype, value.device, value.is_inference()) for value in found]
+
+    def holds(self, places: Places) -> bool:
+        """Whether these are the tensors at those places."""
+        now = places.tensors
+        return len(now) == len(self.tensors) and all(v[k] is t for (v, k), t in zip(now, self.tensors, strict=True))
+
+    def take(self, cache, places: Places) -> bool:
+        """Move a cache in, if none of another live cache is here: copy its contents and let its layers hold these."""
+        if self.owner() not in (None, cache) or self._sizes(places) != self.sizes:
+            return False
+        for (values, key), kept in zip(places.tensors, self.tensors, strict=True):
+            kept.copy_(values[key])
+            values[key] = kept
+        self.owner = weakref.ref(cache)
+        return True
+
+
+@contextlib.contextmanager
+def rolling(places: Places) -> Iterator[None]:
+    """While open, full sliding windows move on by `_roll`: the same bits, but legal in a capture.
+
+    transformers makes an index tensor from a host value there, for which a capture fails.
+    """
+    full = [layer for layer in places.windows if _is_full(layer)]
+    for layer in full:
+        layer.update = functools.partial(_roll, layer)
+    try:
+        yield
+    finally:
+        for layer in full:
+            del layer.update
+
+
+def _slides(layer) -> bool:
+    return hasattr(layer, "cumulative_length_int")
+
+
+def _is_full(layer) -> bool:
+    return layer.cumulative_length_int >= layer.max_cache_len
+
+
+def _roll(layer, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    layer.cumulative_length_int += 1
+    for kept, new in ((layer.keys, keys), (layer.values, values)):
+        kept.copy_(torch.cat((kept[:, :, 1:], new), dim=2))
+    return layer.keys, layer.values

@@ -57,7 +57,7 @@ def resolve(predictor, spec: models.MoESpec, horizon: int) -> tuple[object | Non
         if wrong:
             got = {name: getattr(predictor, name) for name in wrong}
             raise ValueError(f"the predictor was fitted for {got}; needed: {({n: getattr(spec, n) for n in wrong})}")
-    elif not callable(predictor):
+    elif not callable(predictor) or (getattr(predictor, "on_device", False) and not hasattr(predictor, "horizon")):
         raise ValueError(f"predictor is {type(predictor).__name__}; needed: a Predictor, or a callable "
                          "(layer, hidden[N,H], ids[N,K]) -> probabilities[N,E] or None")
     return predictor, f"{getattr(predictor, 'name', type(predictor).__name__)} as given"
@@ -67,16 +67,15 @@ class Guide:
     """Guesses for layer `number + horizon`, and their admission into slots.
 
     Args:
-        predictor: from `resolve`. budget: components that may be fetched ahead for one layer, (gate_up, down).
-        threshold: least probability. control: live state of `cache.slots.admit`.
+        predictor: from `resolve`. prefetch: budget, threshold and horizon (of a bare callable).
+        control: live state of `cache.slots.admit`.
 
     A predictor that fails is switched off, with the reason in `failed`: a guess changes time, never results.
     """
 
-    def __init__(self, predictor, spec: models.MoESpec, horizon: int, budget: tuple[int, int], threshold: float,
-                 control: Tensor):
-        self.spec, self.budget, self.threshold, self.control = spec, budget, threshold, control
-        self.horizon = predictor.horizon if isinstance(predictor, Predictor) else horizon
+    def __init__(self, predictor, spec: models.MoESpec, prefetch, control: Tensor):
+        self.spec, self.budget, self.threshold, self.control = spec, prefetch.budget, prefetch.threshold, control
+        self.horizon = predictor.horizon if isinstance(predictor, Predictor) else prefetch.horizon
         self.step: Callable | None = predictor.online() if isinstance(predictor, Predictor) else predictor
         self.failed = ""
 
@@ -101,3 +100,40 @@ class Guide:
     def admit(self, tables, target: int, names: Tensor, chances: Tensor):
         """Slots for what is worth fetching ahead; see `cache.slots.admit`."""
         return cache.admit(tables, target, names, chances, self.threshold, self.budget, self.control)
+
+
+class DeviceGuide:
+    """The predictor kernel beside a device-driven layer: (number, hidden, ids) -> ids and probabilities [N,G].
+
+    Args:
+        predictor: one that `kernels.predictor` knows, with a horizon of at least 1.
+
+    Raises:
+        ValueError: another one.
+    """
+
+    on_device = True
+
+    def __init__(self, predictor: Predictor, device: torch.device):
+        from dualdeadline.kernels import predictor as kernel
+
+        if predictor.horizon < 1:
+            raise ValueError(f"the predictor's horizon is {predictor.horizon}; needed: at least 1 on a device")
+        self.kernel, self.horizon, self.K = kernel, predictor.horizon, min(GUESSES, predictor.E)
+        self.prepared, self.fused = kernel.prepare(predictor, device, torch.bfloat16), {}
+
+    def __call__(self, number: int, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        tokens = len(hidden)
+        if tokens not in self.fused:
+            self.fused[tokens] = self.kernel.Fused(self.prepared, hidden.device, tokens, self.K)
+        return self.fused[tokens].step(number, hidden)
+
+
+def for_device(predictor, device: torch.device) -> tuple[object | None, str]:
+    """A guide that needs no host, or None and why there is none."""
+    if predictor is None or getattr(predictor, "on_device", False):
+        return predictor, ""
+    try:
+        return DeviceGuide(predictor, device), ""
+    except (ValueError, AttributeError) as error:
+        return None, f"no guesses inside a graph: {error}"

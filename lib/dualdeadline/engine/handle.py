@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from dualdeadline import models
 from dualdeadline.cache import slots as cache
 from dualdeadline.engine import guide as guides
+from dualdeadline.engine.captured import CapturedForward, prefer_static
+from dualdeadline.engine.device import DeviceDriven
 from dualdeadline.engine.hosted import Hosted
 from dualdeadline.engine.lanes import CallerLanes, StreamLanes
 from dualdeadline.engine.options import Options
 from dualdeadline.engine.surgery import NAME, LayerExperts
+from dualdeadline.predictors.base import MAX_HORIZON
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import HostStore
 from dualdeadline.telemetry import Telemetry
@@ -23,6 +27,11 @@ from dualdeadline.telemetry import Telemetry
 BREAK_EVEN = 0.5  # share of guesses that must turn out useful; a wasted component costs what a useful one saves
 _keys = itertools.count()
 _handles: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
+
+
+def run_layer(key: int, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """A layer of the handle with that key, from compiled code that knows numbers only."""
+    return _handles[key].layer(number, hidden, ids, weights)
 
 
 class _Exact(torch.autograd.Function):
@@ -37,46 +46,96 @@ class _Exact(torch.autograd.Function):
         raise RuntimeError("backward through offloaded experts; needed: model.dualdeadline.remove() before training")
 
 
+@dataclass(frozen=True)
+class Prefetch:
+    """What was asked for: predictor, layers ahead, components per layer (gate_up, down), least probability."""
+
+    predictor: object
+    horizon: int
+    budget: tuple[int, int]
+    threshold: float
+
+    def __post_init__(self):
+        if len(self.budget) != 2 or min(self.budget) < 0 or max(self.budget) < 1 or not 0 <= self.threshold <= 1:
+            raise ValueError(f"budget is {self.budget}, threshold {self.threshold}; needed: two counts from 0, one above "
+                             "0, and a probability")
+        if not 1 <= self.horizon <= MAX_HORIZON:
+            raise ValueError(f"horizon is {self.horizon}; needed: 1 to {MAX_HORIZON} layers")
+
+
 class Offloaded:
     """A model's offloaded experts; made by `offload`, found as `model.dualdeadline`."""
 
     def __init__(self, model: nn.Module, spec: models.MoESpec, layers: Sequence[LayerExperts], options: Options,
-                 predictor, horizon: int, budget: tuple[int, int], threshold: float, compile: bool,
-                 why: Sequence[str]):
+                 prefetch: Prefetch, why: Sequence[str], context: int, compile: bool):
         self.model, self.spec, self.layers, self.options = weakref.ref(model), spec, list(layers), options
-        guess, reason = guides.resolve(predictor, spec, horizon)
+        guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon)
         self.why = (*why, *options.why, f"predictor: {reason}")
         self.before = layers[0].module.config._experts_implementation or "eager"
+        self.installed: list = []  # with a `remove`, the last one first
         self.store = HostStore(layers, options.coded, pinned=options.device.type == "cuda")
         try:
             _move(model, options.device)
-            self._build(guess, horizon, budget, threshold)
-            self._install(model, compile)
+            self._build(guess, prefetch)
+            self._install(model, context, compile)
         except BaseException:
             self._uninstall(model)
             raise
 
-    def _build(self, guess, horizon: int, budget: tuple[int, int], threshold: float) -> None:
-        """Slots, tables, lanes and guide."""
+    def _build(self, guess, prefetch: Prefetch) -> None:
+        """Slots, tables, lanes and guides."""
         device, slots = self.options.device, self.options.slots
         self.banks = {part: [torch.zeros(slots[part], *layer.shapes[part], dtype=layer.dtype, device=device)
                              for layer in self.layers] for part in COMPONENTS}
         self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
-        lanes = StreamLanes(device) if device.type == "cuda" else CallerLanes()
-        self.control = cache.control(BREAK_EVEN)
-        self.guide = guides.Guide(guess, self.spec, horizon, budget, threshold, self.control) if guess else None
-        self.hosted = Hosted(self.layers, self.store, self.banks, self.tables, lanes, self.options.schedule,
-                             self.options.kernels, self.guide)
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
         self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
+        lanes = StreamLanes(device) if device.type == "cuda" else CallerLanes()
+        self.device = None
+        if self.options.backend == "graph":
+            guess = self._for_graph(guess, prefetch)
+        self.guide = guides.Guide(guess, self.spec, prefetch, cache.control(BREAK_EVEN)) if guess else None
+        self.hosted = Hosted(self.layers, self.store, self.banks, self.tables, lanes, self.options.schedule,
+                             self.options.kernels, self.guide)
 
-    def _install(self, model: nn.Module, compile: bool) -> None:
+    def _for_graph(self, guess, prefetch: Prefetch):
+        """The device-driven twin; what is left to guess on the host's way (nothing: its tables come and go)."""
+        found, reason = guides.for_device(guess, self.options.device)
+        self.why += (reason,) if reason else ()
+        if self.options.device.type == "cuda" and not self.store.pinned:
+            raise ValueError(f"{self.store.why_not}; needed: pinned memory for backend 'graph', or backend 'streams'")
+        self.newer = "host"
+        self.device = DeviceDriven(
+            self.layers, self.store, self.banks, self.tables.to(self.options.device), self.options.schedule, found,
+            prefetch.budget, prefetch.threshold, cache.control(BREAK_EVEN, self.options.device))
+        return None
+
+    def _install(self, model: nn.Module, context: int, compile: bool) -> None:
         self.key = next(_keys)
         _handles[self.key] = self
         for layer in self.layers:
             layer.module._dualdeadline, layer.module._dualdeadline_layer = self, layer.number
             layer.module._dualdeadline_key = self.key
         model.set_experts_implementation(NAME)
+        if self.device is not None:
+            self.captured = CapturedForward(model, compile, on_path=self._on_path, refuse=self._refuse)
+            self.installed += [self.captured, prefer_static(model, context)]
+
+    def _refuse(self, rows: int) -> str | None:
+        return self.device.takes(rows, self.spec.K)
+
+    def _on_path(self, name: str, reason: str) -> None:
+        """Told before each forward on the graph backend which way it takes."""
+        if name == "compile":
+            self.why += (f"compile: {reason}",)
+            return
+        on_device = name in ("graph", "first", "buffers")
+        self.telemetry.ran("graph" if on_device else "streams", "" if on_device else reason)
+        if on_device and self.newer == "host":
+            self.device.tables.copy_(self.tables)
+        elif not on_device and self.newer == "device":
+            self.tables.copy_(self.device.tables)
+        self.newer = "device" if on_device else "host"
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H] of one layer's routed experts, as transformers' dispatch asks for it."""
@@ -90,25 +149,37 @@ class Offloaded:
         return self._run(number, hidden, ids, weights)
 
     def _run(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        host = ids.cpu()
-        if number == 0:
-            self.telemetry.ran(self.options.backend)
-        self.telemetry.routes(number, host)
         with torch.no_grad():
+            if self.device is not None and self.captured.inside:
+                try:
+                    return self.device.layer(number, hidden, ids, weights)
+                except BaseException:
+                    self.device.tables.clear()
+                    raise
+            host = ids.cpu()
+            if number == 0 and self.device is None:
+                self.telemetry.ran(self.options.backend)
+            self.telemetry.routes(number, host)
             return self.hosted.layer(number, hidden, ids, weights)
 
     def stats(self) -> dict:
         """Counters since the last `reset_stats`, what ran and what was chosen; see `telemetry`."""
-        found = self.telemetry.counts(self.tables.counts())
-        ahead = self.guide is not None and self.guide.step is not None
+        tables = self.device.tables if self.device is not None and self.newer == "device" else self.tables
+        guide = self.device.guide if self.device is not None else self.guide
+        found = self.telemetry.counts(tables.counts())
         return found | {
             "path": self.telemetry.path, "paths": dict(self.telemetry.paths), "forwards": self.telemetry.forwards,
-            "hit_rate_optimum": self.telemetry.optimum(), "prefetch_on": ahead,
-            "prefetch_reason": self.guide.failed if self.guide else self.why[-1],
+            "path_reason": self.telemetry.reason, "hit_rate_optimum": self.telemetry.optimum(),
+            "prefetch_on": self._prefetches(guide), "prefetch_reason": getattr(guide, "failed", "") or self.why[-1],
             "slots": dict(self.options.slots), "schedule": self.options.schedule, "kernels": self.options.kernels,
             "wire": "coded" if self.options.coded else "raw", "backend": self.options.backend,
             "host_bytes": self.store.nbytes, "why": self.why,
         }
+
+    def _prefetches(self, guide) -> bool:
+        """Whether guesses are fetched now: there is a guide, and the live precision has not switched it off."""
+        control = self.device.control if self.device is not None else getattr(guide, "control", None)
+        return guide is not None and getattr(guide, "step", guide) is not None and bool(control[0] >= control[2])
 
     def remove(self) -> None:
         """Give the model its experts back and forget everything; the model is what it was before `offload`."""
@@ -118,6 +189,8 @@ class Offloaded:
             del model.dualdeadline
 
     def _uninstall(self, model: nn.Module) -> None:
+        while self.installed:
+            self.installed.pop().remove()
         if hasattr(self, "hosted"):
             self.hosted.lanes.close()
         for layer in self.layers:

@@ -97,7 +97,8 @@ def choose(layers: Sequence[LayerExperts], slots: Mapping[str, int], schedule: s
 
 
 def _backend(backend: str, device: torch.device, why: list[str]) -> str:
-    if (backend == "cpu") == (device.type == "cuda") and backend != "auto":
+    tried = triton_kernels.INTERPRETED and backend == "graph"  # the device's kernels in Triton's interpreter
+    if (backend == "cpu") == (device.type == "cuda") and backend != "auto" and not tried:
         raise ValueError(f"backend is {backend!r}, the device is {device}; needed: 'cpu' on a CPU, "
                          "'streams' or 'graph' on a CUDA device")
     if backend != "auto":

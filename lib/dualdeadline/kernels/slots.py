@@ -18,7 +18,7 @@ from dualdeadline.cache.slots import CALLS, EVENTS, FREE, PROBE, USEFUL, WASTED,
 from dualdeadline.kernels import require, tl, triton
 
 LARGEST = {"pairs": 1024, "slots": 1024, "experts": 2**16}  # that keys of 64 bits and registers hold
-RULES = (FREE, PROBE, CALLS, WINDOW, len(EVENTS), USEFUL, WASTED)
+RULES = (FREE, PROBE, CALLS, WINDOW, len(EVENTS), USEFUL, WASTED)  # numbers of the rules, for the kernels
 PLAIN = ["layer", "row_stride", "rank_stride", "values_row_stride", "values_rank_stride", "most_gate_up", "most_down"]
 
 
@@ -67,13 +67,14 @@ def lookup_kernel(ids_ptr, slot_of_ptr, expert_of_ptr, used_ptr, guessed_ptr, cl
     guessed = tl.load(guessed_ptr + slot, mask=slot < C, other=0)
     events = tl.load(counters_ptr + column, mask=column < RULES[4], other=0)
     place = tl.load(slot_of_ptr + ids, mask=ids >= 0, other=-1)
-    tl.store(used_ptr + place, clock + place * 0, mask=place >= 0)
+    tl.store(used_ptr + place, clock, mask=place >= 0)
     tl.debug_barrier()  # other threads' marks are read below
     used = tl.load(used_ptr + slot, mask=slot < C, other=0)
     in_use = (used == clock).to(tl.int32)
     key = _order(used, slot, expert, in_use, RULES)
     pending = (ids >= 0) & (place < 0)
-    fresh, source, dest = tl.full([SLOTS], -1, tl.int32), tl.full([PAIRS], -1, tl.int32), tl.full([PAIRS], -1, tl.int32)
+    fresh = tl.full([SLOTS], -1, tl.int32)
+    source, dest = tl.full([PAIRS], -1, tl.int32), tl.full([PAIRS], -1, tl.int32)
     taken = component * 0
     first = tl.min(tl.where(pending, (pair << 16) | ids, NONE), 0)
     room = tl.min(key, 0)
@@ -90,9 +91,10 @@ def lookup_kernel(ids_ptr, slot_of_ptr, expert_of_ptr, used_ptr, guessed_ptr, cl
     tl.debug_barrier()  # no thread still has to read what is written below
     _replace(slot_of_ptr, expert_of_ptr, slot, expert, fresh)
     changed = fresh >= 0
-    tl.store(used_ptr + slot, clock + slot * 0, mask=changed)
-    tl.store(guessed_ptr + slot, slot * 0, mask=(changed | (in_use != 0)) & (guessed != 0))
+    tl.store(used_ptr + slot, clock, mask=changed)
+    tl.store(guessed_ptr + slot, 0, mask=(changed | (in_use != 0)) & (guessed != 0))
     useful, wasted = tl.sum(in_use * guessed, 0), tl.sum(tl.where(changed, guessed, 0), 0)
+    # hits and misses are the columns 0 and 1
     step = tl.where(column == 0, tl.sum(in_use, 0), tl.where(column == 1, taken, 0))
     step = tl.where(column == RULES[5], useful, tl.where(column == RULES[6], wasted, step))
     tl.store(counters_ptr + column, events + step, mask=column < RULES[4])
@@ -116,7 +118,7 @@ def _settle(counters_ptr, settled_ptr, control_ptr, number, L: tl.constexpr, LAY
     tl.debug_barrier()
     if both > 0:
         tl.store(control_ptr, ((precision * weight + new) / (weight + both)).to(tl.float32))
-        tl.store(control_ptr + 1, tl.minimum(weight + both, RULES[3] + both * 0).to(tl.float32))
+        tl.store(control_ptr + 1, tl.minimum(weight + both, RULES[3]).to(tl.float32))
     tl.store(control_ptr + 3, (number % RULES[2]).to(tl.float32))
     tl.store(settled_ptr, useful)
     tl.store(settled_ptr + 1, wasted)
@@ -139,20 +141,22 @@ def admit_kernel(ids_ptr, values_ptr, slot_of_ptr, expert_of_ptr, used_ptr, gues
     expert_of_ptr += bank * C
     used_ptr += bank * C
     guessed_ptr += bank * C
-    pair, slot, listed = tl.arange(0, PAIRS), tl.arange(0, SLOTS), tl.arange(0, LISTED)
+    own_counters = counters_ptr + bank * RULES[4]
+    pair, slot, listed, column = tl.arange(0, PAIRS), tl.arange(0, SLOTS), tl.arange(0, LISTED), tl.arange(0, 8)
     number = tl.load(control_ptr + 3).to(tl.int32) + 1
     on = tl.load(control_ptr) >= tl.load(control_ptr + 2)
     most = tl.where(component == 0, most_gate_up, most_down)
-    most = tl.where(on, most, tl.minimum(most, 1))
+    most = tl.where(on, most, tl.where(number % RULES[1] == 0, tl.minimum(most, 1), -1))  # -1: this call does nothing
     ids = _ids(ids_ptr, pair, row_stride, rank_stride, K, M, E)
     value = tl.load(values_ptr + (pair // K) * values_row_stride + (pair % K) * values_rank_stride, mask=pair < M,
                     other=0).to(tl.float32)
-    passing = (ids >= 0) & (value >= threshold) & (on | (number % RULES[1] == 0))
+    passing = (ids >= 0) & (value >= threshold) & (most >= 0)
     clock = tl.load(clock_ptr + bank)
     expert = tl.load(expert_of_ptr + slot, mask=slot < C, other=-2)
     guessed = tl.load(guessed_ptr + slot, mask=slot < C, other=0)
+    events = tl.load(own_counters + column, mask=column < RULES[4], other=0)
     place = tl.load(slot_of_ptr + ids, mask=passing, other=-1)
-    tl.store(used_ptr + place, MARK + place * 0, mask=place >= 0)
+    tl.store(used_ptr + place, MARK, mask=place >= 0)
     tl.debug_barrier()  # other threads' marks are read below
     used = tl.load(used_ptr + slot, mask=slot < C, other=0)
     kept = used == MARK
@@ -161,7 +165,8 @@ def admit_kernel(ids_ptr, values_ptr, slot_of_ptr, expert_of_ptr, used_ptr, gues
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # ordered as the floats are
     order = (rising << 32) | ((0x7FFF - pair) << 16) | ids
     order = tl.where(passing & (place < 0), order, NONE)
-    fresh, source, dest = tl.full([SLOTS], -1, tl.int32), tl.full([LISTED], -1, tl.int32), tl.full([LISTED], -1, tl.int32)
+    fresh = tl.full([SLOTS], -1, tl.int32)
+    source, dest = tl.full([LISTED], -1, tl.int32), tl.full([LISTED], -1, tl.int32)
     taken = component * 0
     first, room = tl.max(order, 0), tl.min(key, 0)
     while (taken < most) & (first > NONE) & (room < NEVER):
@@ -174,15 +179,101 @@ def admit_kernel(ids_ptr, values_ptr, slot_of_ptr, expert_of_ptr, used_ptr, gues
     tl.debug_barrier()  # no thread still has to read what is written below
     _replace(slot_of_ptr, expert_of_ptr, slot, expert, fresh)
     changed = fresh >= 0
-    tl.store(used_ptr + slot, clock + slot * 0, mask=changed | kept)
-    tl.store(guessed_ptr + slot, slot * 0 + 1, mask=changed)
+    tl.store(used_ptr + slot, clock, mask=changed | kept)
+    tl.store(guessed_ptr + slot, 1, mask=changed)
     tl.store(source_ptr + component * ROOM + listed, source, mask=listed < ROOM)
     tl.store(dest_ptr + component * ROOM + listed, dest, mask=listed < ROOM)
     tl.store(count_ptr + component, taken)
-    counted = counters_ptr + bank * RULES[4]
-    tl.atomic_add(counted + RULES[5] - 1, taken.to(tl.int64), sem="relaxed")
-    tl.atomic_add(counted + RULES[6], tl.sum(tl.where(changed, guessed, 0), 0).to(tl.int64), sem="relaxed")
+    step = tl.where(column == RULES[5] - 1, taken, 0)
+    step = tl.where(column == RULES[6], tl.sum(tl.where(changed, guessed, 0), 0), step)
+    tl.store(own_counters + column, events + step, mask=column < RULES[4])
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == 1:
         tl.store(arrived_ptr, 0)
         _settle(counters_ptr, settled_ptr, control_ptr, number, L, LAYERS, RULES)
+
+
+def lookup(tables: SlotTables, layer: int, ids: Tensor, out: Found, warps: int | None = None) -> Found:
+    """`cache.slots.lookup` on the device, into `out`; returns it.
+
+    Misses for which no slot is left, since ids name more experts than a bank has slots, have slot -1 and are not
+    counted: whoever may have as many calls in waves.
+
+    Args:
+        ids: int32 or int64 [N,K] on the device of the tables. out: Found(N, K, device).
+        warps: of each program (default: 1 for banks of up to 128 slots, else 4).
+
+    Raises:
+        ValueError: a layer, shapes, dtypes or devices that do not fit.
+        RuntimeError: no GPU and no interpreter.
+    """
+    require(tables.slot_of)
+    pairs, slots = _sizes(tables, layer, ids)
+    _same("out.slots", out.slots, (2, *ids.shape), tables)
+    lookup_kernel[(2,)](
+        ids, tables.slot_of, tables.expert_of, tables.used, tables.guessed, tables.clock, tables.counters, out.slots,
+        out.source, out.dest, out.count, layer, ids.stride(0), ids.stride(1), K=ids.shape[1], M=ids.numel(),
+        E=tables.E, C=tables.C, PAIRS=pairs, SLOTS=slots, RULES=RULES, num_warps=warps or _warps(slots))
+    return out
+
+
+def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, out: Ahead, threshold: float,
+          budget: Sequence[int], control: Tensor, warps: int | None = None) -> Ahead:
+    """`cache.slots.admit` on the device, into `out`; returns it. The control's precision and calls are updated at its
+    end.
+
+    Args:
+        ids: int32 or int64 [N,G], probabilities: floats [N,G], on the device of the tables.
+        out: Ahead(budget, device), of this budget or a larger one. budget: of gate/up and of down.
+        control: float32[4] on the device, see `cache.slots.control`. warps: as in `lookup`.
+
+    Raises:
+        ValueError: a layer, budget, shapes, dtypes or devices that do not fit.
+        RuntimeError: no GPU and no interpreter.
+    """
+    require(tables.slot_of)
+    pairs, slots = _sizes(tables, layer, ids)
+    room = out.source.shape[1]
+    if len(budget) != 2 or min(budget) < 0 or max(budget) > room:
+        raise ValueError(f"budget is {tuple(budget)}; needed: 0 to {room}, the length of out, for two components")
+    floats = probabilities.is_floating_point()
+    if probabilities.shape != ids.shape or probabilities.device != tables.device or not floats:
+        raise ValueError(f"probabilities are {probabilities.dtype} {tuple(probabilities.shape)} on "
+                         f"{probabilities.device}; needed: floats {tuple(ids.shape)} on {tables.device}")
+    _same("out.source", out.source, (2, room), tables)
+    _same("control", control, (4,), tables, torch.float32)
+    admit_kernel[(2,)](
+        ids, probabilities, tables.slot_of, tables.expert_of, tables.used, tables.guessed, tables.clock,
+        tables.counters, tables.settled, control, out.source, out.dest, out.count, out.arrived, float(threshold), layer,
+        *ids.stride(), *probabilities.stride(), *budget, ROOM=room, L=tables.L, LAYERS=_power(2 * tables.L),
+        K=ids.shape[1], M=ids.numel(), E=tables.E, C=tables.C, LISTED=_power(room), PAIRS=pairs, SLOTS=slots,
+        RULES=RULES, num_warps=warps or _warps(slots))
+    return out
+
+
+def _sizes(tables: SlotTables, layer: int, ids: Tensor) -> tuple[int, int]:
+    """Lengths of the vectors of pairs and of slots, or a ValueError that says what does not fit."""
+    if not 0 <= layer < tables.L:
+        raise ValueError(f"layer is {layer}; needed: 0 to {tables.L - 1}")
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 2 or ids.device != tables.device:
+        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}; needed: int32 or int64 [N,K] on "
+                         f"{tables.device}")
+    for name, size in (("pairs", ids.numel()), ("slots", tables.C), ("experts", tables.E)):
+        if not 1 <= size <= LARGEST[name]:
+            raise ValueError(f"{name} are {size}; needed: 1 to {LARGEST[name]}")
+    return _power(ids.numel()), _power(tables.C)
+
+
+def _same(name: str, tensor: Tensor, shape: tuple, tables: SlotTables, dtype: torch.dtype = torch.int32) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != tables.device or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; needed: contiguous "
+                         f"{dtype} {shape} on {tables.device}")
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that is not below size or 8."""
+    return max(8, 1 << (size - 1).bit_length()) if size > 0 else 8
+
+
+def _warps(slots: int) -> int:
+    return 1 if slots <= 128 else 4
