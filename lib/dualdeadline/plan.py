@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-import numbers
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from dualdeadline import cache, models, schedule, simulate, steps, streams
 from dualdeadline.cost import CostModel, TransferModel, work_bytes
 from dualdeadline.schedule import COMPONENTS, DECODES, PIECES, Compute, Copy, Layer
 from dualdeadline.streams import probes
-from dualdeadline.streams.bench import Variant, interleaved
 
 MIB = 2**20
 CODED_BITS = 11.2  # per bfloat16 weight; trained and random weights need 11.1 to 11.3
 DECODE = 10  # a decode against a gate/up product that reads as many bytes, where no decode was measured
 GAIN = 0.02  # least predicted gain for which experts are copied ahead
 CUDA_MARGIN = 96 * MIB  # cuBLAS workspaces of two streams, and the last segments of the allocator's pools
+DENSE = ("intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")
 STEPS = 12  # recorded steps that are simulated
 ORDER = schedule.NAMES[::-1]  # of equal ones the finest wins
 
@@ -45,21 +42,21 @@ class Plan:
     prefetch: bool
     tokens_per_s: float
     hit_rate: float
-    bytes: Mapping[str, int]
+    bytes: dict[str, int]
     why: tuple[str, ...]
     piece: str = ""
     threshold: float = 0.0
 
     def __str__(self) -> str:
-        rows = {name: value for name, value in vars(self).items() if name not in ("bytes", "why")}
-        rows |= {name.replace("_bytes", " memory"): _text(size) for name, size in self.bytes.items()}
+        own = {name: value for name, value in vars(self).items() if name not in ("bytes", "why")}
+        rows = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in own.items()}
+        rows |= {name.replace("_bytes", " memory"): f"{size / MIB:,.2f} MiB" for name, size in self.bytes.items()}
         return "\n".join([*(f"{name:17}{value}" for name, value in rows.items()), *(f"- {line}" for line in self.why)])
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A model in numbers: L, E, K, H, F in `spec`, bytes of one expert's components and of everything resident."""
-
+    """A model in numbers: L, E, K, H, F in `spec`, bytes of one expert's components, and of all that stays resident."""
     spec: dict[str, int]
     dtype: torch.dtype
     component: dict[str, int]
@@ -68,10 +65,9 @@ class _Sizes:
     config: object
 
 
-def plan(model_or_config, vram, trace=None, cost=None, context=4096, batch=1, scores=None, device=None) -> Plan:
-    """Choose slots, wire format, schedule and prefetch for a model under a memory limit.
-
-    As many slots as fit are taken; the rest is what makes a simulated decode step shortest.
+def plan(model_or_config, vram: int | str, trace=None, cost: CostModel | None = None, context: int = 4096,
+         batch: int = 1, scores=None, device: str | None = None) -> Plan:
+    """As many expert slots as fit a memory limit, and what then makes a simulated decode step of the model shortest.
 
     Args:
         model_or_config: a transformers MoE model, or its config (built without memory to count it).
@@ -85,13 +81,11 @@ def plan(model_or_config, vram, trace=None, cost=None, context=4096, batch=1, sc
     Raises:
         ValueError: an argument that is not as above, or a limit below one slot per layer, with the bytes missing.
     """
-    limit, sizes = _bytes(vram), _sizes(model_or_config)
-    for name, value in (("context", context), ("batch", batch)):
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; needed: a whole number of at least 1")
+    limit, context, batch = _whole(vram, "vram"), _whole(context, "context"), _whole(batch, "batch")
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if cost is None and kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda' and no GPU is here to be measured; needed: cost=, or device='cpu'")
+    sizes = _sizes(model_or_config)
     recorded = _recorded(sizes, trace, scores, batch)
     slots, memory, fits = _fit(sizes, limit, context, batch, kind)
     cost, source = (cost, "times are of the given cost model") if cost else _measured(sizes, kind)
@@ -101,50 +95,39 @@ def plan(model_or_config, vram, trace=None, cost=None, context=4096, batch=1, sc
     chosen, ms, rate, why = _choose(sizes, slots, recorded, cost, batch)
     ahead, gain, reason = _ahead(sizes, slots, recorded, cost, batch, chosen)
     raw, coded = (cost.transfer.ms(sum(found.values())) for found in (sizes.component, sizes.coded))
-    decode = cost.compute_ms(Compute(0, "decode_expert", (0,)))
-    link = (f"an expert of {_text(sum(sizes.component.values()))} crosses the link in {raw:.4f} ms, coded ({CODED_BITS} "
-            f"bits per weight) in {coded:.4f} ms and {decode:.4f} ms to decode ({known}); {source}")
-    return Plan(slots, **chosen | ahead, prefetch=bool(gain), hit_rate=rate, bytes=memory,
+    decode = f"{cost.compute_ms(Compute(0, 'decode_expert', (0,))):.4f} ms to decode ({known})"
+    link = f"an expert takes the link {raw:.4f} ms, at {CODED_BITS} bits a weight {coded:.4f} ms and {decode}; {source}"
+    return Plan(slots, **chosen | ahead, prefetch=gain > 0, hit_rate=rate, bytes=memory,
                 tokens_per_s=1e3 * batch / (ms * (1 - gain)) if ms else float("inf"), why=(fits, *why, reason, link))
 
 
-def _bytes(vram) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", vram.lower()) if isinstance(vram, str) else None
-    value = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else vram
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"vram is {vram!r}; needed: whole bytes above 0, or text such as '6GiB' or '800MB'")
+def _whole(given, name: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", str(given).lower()) if name == "vram" else None
+    value = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else given
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {given!r}; needed: a whole number above 0 (vram: bytes, or as '6GiB' or '800MB')")
     return int(value)
 
 
-def _text(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / MIB:.2f} MiB"
-
-
-def _skeleton(config, dtype=None) -> nn.Module:
+def _skeleton(config, dtype=None) -> torch.nn.Module:
     """The model of a config without memory."""
     from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), **({"dtype": dtype} if dtype else {})).eval()
 
 
 def _sizes(given) -> _Sizes:
-    from transformers import PretrainedConfig
-
-    if not isinstance(given, nn.Module | PretrainedConfig):
+    if not isinstance(given, torch.nn.Module) and not hasattr(given, "get_text_config"):
         raise ValueError(f"model is a {type(given).__name__}; needed: a transformers model or its config")
-    model = given if isinstance(given, nn.Module) else _skeleton(given)
-    spec, stacked, component = models.describe(model), set(), dict.fromkeys(COMPONENTS, 0)
-    for layer in spec.layers:  # biases stay resident
-        own = {name: value for name, value in layer.experts.named_parameters() if value.dim() == 3}
-        stacked |= {id(value) for value in own.values()}
-        for part in COMPONENTS:
-            held = sum(value.nbytes for name, value in own.items() if name.startswith("down") == (part == "down"))
-            component[part] = max(component[part], held // spec.E)
+    model = given if isinstance(given, torch.nn.Module) else _skeleton(given)
+    spec = models.describe(model)
+    own = {part: [getattr(layer.experts, f"{part}_proj") for layer in spec.layers] for part in COMPONENTS}  # no biases
+    component = {part: max(value.nbytes for value in held) // spec.E for part, held in own.items()}
+    weights = sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+    weights -= sum(value.nbytes for held in own.values() for value in held)
     dtype = spec.layers[0].experts.down_proj.dtype
     bits = CODED_BITS if dtype is torch.bfloat16 else 8 * dtype.itemsize
     coded = {part: int(np.ceil(size * bits / (8 * dtype.itemsize))) for part, size in component.items()}
-    weights = sum(value.nbytes for value in (*model.parameters(), *model.buffers()) if id(value) not in stacked)
     return _Sizes(spec.facts(), dtype, component, coded, weights, model.config)
 
 
@@ -156,21 +139,15 @@ def _space(sizes: _Sizes, context: int, batch: int) -> tuple[int, int]:
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     if getattr(text, "kv_lora_rank", None):  # latent attention is cached as every head's own keys and values
         kv, size = heads, max(size, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
-    state = 0  # of a linear layer, in float32, which a short context does not outweigh
-    if getattr(text, "linear_num_value_heads", None):
-        wide = 2 * text.linear_num_key_heads * text.linear_key_head_dim
-        values = text.linear_num_value_heads * text.linear_value_head_dim
-        state = 4 * (values * text.linear_key_head_dim + (wide + values) * text.linear_conv_kernel_dim)
+    linear = getattr(text, "linear_num_value_heads", 0) * getattr(text, "linear_value_head_dim", 0)
+    state = 8 * linear * getattr(text, "linear_key_head_dim", 0)  # of a linear layer, in float32, with its convolution
     held = batch * text.num_hidden_layers * max(2 * kv * size * context * width, state)
-    names = ("intermediate_size", "shared_expert_intermediate_size")
-    dense = max(*(getattr(text, name, None) or 0 for name in names), F * (getattr(text, "n_shared_experts", None) or 0))
-    attention = 3 * (heads + 2 * kv) * size * width
-    if text._attn_implementation == "eager":  # every head's scores, in float32 and in the weights' type
-        attention += heads * context * (4 + 2 * width)
+    dense, one, many = (getattr(text, name, None) or 0 for name in DENSE)
+    scores = heads * context * (4 + 2 * width) if text._attn_implementation == "eager" else 0  # of every head
+    attention = 3 * (heads + 2 * kv) * size * width + scores
     routed = K * (4 * H + F * width + 32) + 3 * F * width + 12 * E  # every rank's output is kept in float32
-    token = H * (4 * width + 8) + max(attention, routed + 3 * dense * width)
-    masks, logits = batch * context**2, batch * text.vocab_size * (width + 16)  # float32 copies for sampling
-    return held, batch * context * token + masks + logits
+    token = H * (4 * width + 8) + max(attention, routed + 3 * max(dense, one, F * many) * width)
+    return held, batch * (context * (token + context) + text.vocab_size * (width + 16))  # with a mask, and logits
 
 
 def _fit(sizes: _Sizes, limit: int, context: int, batch: int, kind: str) -> tuple[int, dict[str, int], str]:
@@ -178,26 +155,25 @@ def _fit(sizes: _Sizes, limit: int, context: int, batch: int, kind: str) -> tupl
     L, E, K = (sizes.spec[name] for name in "LEK")
     held, work = _space(sizes, context, batch)
     work += (sizes.weights + held + work) // 16 + (CUDA_MARGIN + 4 * MIB * L if kind == "cuda" else 0)
-    staging = sum(sizes.coded.values()) if sizes.dtype is torch.bfloat16 else 0
+    whole, staging = sum(sizes.component.values()), sum(sizes.coded.values()) if sizes.dtype is torch.bfloat16 else 0
 
     def memory(slots: int) -> dict[str, int]:
         space = work + staging * (min(slots, K) if slots < E else 0)
-        parts = dict(weights=sizes.weights, cache=held, slots=slots * L * sum(sizes.component.values()), workspace=space)
+        parts = dict(weights=sizes.weights, cache=held, slots=slots * L * whole, workspace=space)
         return {f"{name}_bytes": size for name, size in {**parts, "total": sum(parts.values()), "limit": limit}.items()}
 
     slots = next((slots for slots in range(E, 0, -1) if memory(slots)["total_bytes"] <= limit), 0)
     found = memory(slots or 1)
-    parts = ", ".join(f"{name.removesuffix('_bytes')} {_text(size)}" for name, size in found.items())
+    parts = ", ".join(f"{name.removesuffix('_bytes')} {size / MIB:,.2f} MiB" for name, size in found.items())
     if not slots:
-        least = found["total_bytes"]
-        raise ValueError(f"vram is {limit} bytes; needed: {least} for one slot per layer, {least - limit} bytes are missing "
-                         f"(context {context}, batch {batch}; {parts})")
+        raise ValueError(f"vram is {limit} bytes; needed: {found['total_bytes']} for one slot per layer, of which "
+                         f"{found['total_bytes'] - limit} are missing (context {context}, batch {batch}; {parts})")
     return slots, found, ("everything is resident: " if slots == E else "") + f"{slots} of {E} slots fit: {parts}"
 
 
 def _recorded(sizes: _Sizes, trace, scores, batch: int) -> tuple | None:
     """Routes `[T,L,K]`, prompt `[T]`, scores `[T,L-h,E]` (or None) and rows of the simulated steps `[STEPS,batch]`."""
-    if trace is None and scores is None:
+    if trace is scores is None:
         return None
     L, E, K = (sizes.spec[name] for name in "LEK")
     routes = np.zeros(0) if trace is None else torch.as_tensor(getattr(trace, "routes", trace)).cpu().numpy()
@@ -207,8 +183,8 @@ def _recorded(sizes: _Sizes, trace, scores, batch: int) -> tuple | None:
     cache.check(routes, "lru", "token", prompt, experts=E)
     if scores is not None:
         scores = torch.as_tensor(scores).float().nan_to_num(0.0).cpu().numpy()
-        shape = scores.shape if scores.ndim == 3 else (0, 0, 0)
-        if shape[::2] != (len(routes), E) or not 1 <= shape[1] < L or scores.min() < 0 or scores.max() > 1:
+        shapes = [(len(routes), ahead, E) for ahead in range(1, L)]
+        if scores.shape not in shapes or abs(scores - 0.5).max() > 0.5:
             raise ValueError(f"scores are {list(scores.shape)}, {scores.min():g} to {scores.max():g}; needed: 0 to 1, "
                              f"[{len(routes)}, {L} - horizon, {E}] with a horizon of 1 to {L - 1}")
     rows = steps.sample_rows(prompt, -(-STEPS * batch // len(np.unique(prompt))), seed=0).astype(int)
@@ -230,7 +206,7 @@ def _needs(sizes: _Sizes, slots: int, recorded, batch: int) -> tuple[list[list[L
         start = np.random.default_rng(0).permutation(4 * L * batch).reshape(4, L, batch, 1) + 0.5
         ids = ((np.arange(K) + start / start.size) * E / K).astype(int)
         held, rate = ids < slots, slots / E
-        said = f"no trace, so routes are taken as uniform and it is slots/E = {slots}/{E}; most recorded routes hit more"
+        said = f"no trace, routes are taken as uniform, so it is slots/E = {slots}/{E}; most recorded ones hit more"
     found = [[Layer(streams.distinct(torch.as_tensor(own)), schedule.ready({*own.flat} - {*own[~there]}))
               for own, there in zip(*step)] for step in zip(ids, held)]  # an expert that any token misses is missing
     return found, float(rate), f"hit rate {rate:.3f}, {K * L * (1 - rate):.1f} misses per token: {said}"
@@ -241,19 +217,18 @@ def _choose(sizes: _Sizes, slots: int, recorded, cost: CostModel, batch: int) ->
     needs, rate, said = _needs(sizes, slots, recorded, batch)
     few = slots < sizes.spec["E"]
     wires = ("raw", "coded") if few and sizes.dtype is torch.bfloat16 else ("raw",)
-    times: dict[tuple[str, str], float] = {}
-    for wire in wires:
-        for name in ORDER:
-            built = (schedule.step(name, layers, sizes.component if wire == "raw" else sizes.coded) for layers in needs)
-            plans = built if wire == "raw" else map(schedule.with_decode, built)
-            times[wire, name] = float(np.mean([simulate.run(made, cost).ms for made in plans]))
+
+    def step_ms(wire: str, name: str, layers: list[Layer]) -> float:
+        made = schedule.step(name, layers, sizes.coded if wire == "coded" else sizes.component)
+        return simulate.run(schedule.with_decode(made) if wire == "coded" else made, cost).ms
+
+    times = {(wire, name): np.mean([step_ms(wire, name, each) for each in needs]) for wire in wires for name in ORDER}
     wire, name = min(times, key=times.get)
     reason = ", ".join(f"{kind} {min(times[kind, other] for other in ORDER):.3f} ms a step" for kind in wires)
-    if len(wires) == 1:
-        reason += f", coded not at all: {str(sizes.dtype)[6:]} has no coded form" if few else ", nothing is copied"
+    reason += "" if len(wires) > 1 else f", {sizes.dtype} has no coded form" if few else ", nothing is copied"
     ranked = ", ".join(f"{other} {times[wire, other]:.3f} ms" for other in ORDER)
     why = [said, f"wire {wire}: {reason}", f"schedule {name}: mean of {len(needs)} simulated steps, {ranked}"]
-    return {"wire": wire, "schedule": name, "budget": 0, "horizon": 0}, times[wire, name], rate, why
+    return {"wire": wire, "schedule": name, "budget": 0, "horizon": 0}, float(times[wire, name]), rate, why
 
 
 def _ahead(sizes: _Sizes, slots: int, recorded, cost: CostModel, batch: int, chosen: dict) -> tuple[dict, float, str]:
@@ -261,22 +236,20 @@ def _ahead(sizes: _Sizes, slots: int, recorded, cost: CostModel, batch: int, cho
     L, E, K = (sizes.spec[name] for name in "LEK")
     routes, prompt, scores, rows = recorded or (None, None, None, None)
     if slots == E or scores is None or batch > 1 or slots <= K:
-        return {}, 0.0, ("prefetch off: every expert is resident" if slots == E else f"prefetch off: needed: scores of a "
-                         f"trace, batch 1 (is {batch}), more than {K} slots (are {slots})")
+        return {}, 0.0, f"prefetch off: needed: a trace, scores, batch 1 (is {batch}), {K} < slots < {E} (is {slots})"
     horizon, rows = L - scores.shape[1], np.unique(rows)
     run = steps.Steps(routes, prompt, E, rows, {("scores", horizon): scores[rows]}, sizes.component)
-    run.coded_bytes, coded = sizes.coded, chosen["wire"] == "coded"
+    run.coded_bytes = sizes.coded
     budgets = [budget for budget in (1, 2, 4, 8) if slots - budget >= K]
-    cases = [steps.Case(chosen["schedule"], slots, coded=coded)]
-    cases += [replace(case, coded=coded)
-              for case in steps.prefetch_cases([slots], ["scores"], [horizon], budgets, (0.3, 0.7))]
+    tried = steps.prefetch_cases([slots], ["scores"], [horizon], budgets, (0.3, 0.7))
+    cases = [replace(case, coded=chosen["wire"] == "coded") for case in (steps.Case(chosen["schedule"], slots), *tried)]
     ms = run.simulate(cases, cost).groupby("case").ms.mean().to_numpy()
     case, gain = cases[1 + ms[1:].argmin()], float(1 - ms[1:].min() / ms[0])
-    said = (f"with {case.budget} experts a layer, {horizon} layers ahead, a step takes {ms[1:].min():.3f} ms instead of "
-            f"{ms[0]:.3f}, a gain of {gain:.1%} ({GAIN:.0%} needed, {len(rows)} steps)")
+    said = (f"{case.budget} experts a layer, {horizon} layers ahead, {ms[1:].min():.3f} ms a step, off {ms[0]:.3f}; "
+            f"gain {gain:.1%} over {len(rows)} steps, needed: more than {GAIN:.0%}")
     if gain <= GAIN:
         return {}, 0.0, f"prefetch off: {said}"
-    made = {name: getattr(case, name) for name in ("schedule", "budget", "horizon", "piece", "threshold")}
+    made = dict(budget=case.budget, horizon=horizon, piece=case.piece, threshold=case.threshold, schedule=case.schedule)
     return made, gain, f"prefetch on: {said}"
 
 
@@ -284,35 +257,33 @@ def _measured(sizes: _Sizes, kind: str) -> tuple[CostModel, str]:
     """Cost model of this machine for a model's sizes, driven by the host, and a sentence on it."""
     shape = streams.Shape("planned", sizes.spec["H"], sizes.spec["F"], sizes.spec["K"], sizes.dtype)
     work = streams.Work(shape, 2, 1, shape.E, "fused" if kind == "cuda" else "torch", kind)
-    coded, size = sizes.dtype is torch.bfloat16, shape.component_bytes
-    if coded:
+    if sizes.dtype is torch.bfloat16:
         work.pack([(0, 0), (1, 0)])
     if kind == "cuda":
-        mib = sorted({count / MIB for count in (*size.values(), 2 * size["expert"])})
-        cost = probes.calibrate(work, probes.copies(mib, 15, host_gib=1), graphs=False, samples=10)
-        cost = probes.decoding(work, cost, 10) if coded else cost
+        transfers = probes.copies(sorted(size / MIB for size in shape.component_bytes.values()), 15, host_gib=1)
+        cost = probes.calibrate(work, transfers, graphs=False, samples=10)
+        cost = probes.decoding(work, cost, 10) if work.packed else cost
     else:
-        cost = _host_cost(work, coded)
+        cost = _host_cost(work)
     before = _before_ms(sizes, kind)
     return replace(cost, before_ms=(before,)), f"measured on this {kind}, as {before:.4f} ms per layer up to its router"
 
 
-def _host_cost(work: streams.Work, coded: bool) -> CostModel:
+def _host_cost(work: streams.Work) -> CostModel:
     """Copies, stages and decodes of a `Work` without a GPU."""
     size, chosen = work.shape.component_bytes, work.experts(0)
-    ops = [Copy(0, 0, piece, size[piece]) for piece in PIECES] + [Compute(0, stage, chosen) for stage in probes.STAGES]
+    copies = [Copy(0, 0, piece, size[piece]) for piece in PIECES]
+    stages = [Compute(0, stage, chosen) for stage in probes.STAGES]
     work.stages.prepare(0, chosen)
-    if coded:
-        work.encoded.staging.copy_(work.encoded.host)
-        ops += [Compute(0, stage, (0,)) for stage in DECODES]
-    calls = {op: work.copy if isinstance(op, Copy) else work.compute for op in ops}
-    jobs = {op: Variant(lambda turn, op=op, call=call: call(op)) for op, call in calls.items()}
-    ms = {op: float(np.median(times)) for op, times in interleaved(jobs, 10, 2, device="cpu").items()}
-    read = {op: work_bytes(op.stage, len(op.experts), size) for op in ops[len(PIECES) :]}
-    stages = {op.stage: TransferModel(0.0, ms[op] / count) if count else TransferModel(ms[op], 0.0)
-              for op, count in read.items()}
-    link = TransferModel.fit([size[op.piece] for op in ops[: len(PIECES)]], [ms[op] for op in ops[: len(PIECES)]])
-    return CostModel(link, stages, size)
+    if work.packed:
+        work.packed.staging.copy_(work.packed.host)
+        stages += [Compute(0, stage, (0,)) for stage in DECODES]
+    jobs = {op: probes.Variant(lambda turn, op=op: work.copy(op)) for op in copies}
+    jobs |= {op: probes.Variant(lambda turn, op=op: work.compute(op)) for op in stages}
+    ms = {op: float(np.median(times)) for op, times in probes.interleaved(jobs, 8, 2, device="cpu").items()}
+    read = {op: work_bytes(op.stage, len(op.experts), size) for op in stages}
+    lines = {op.stage: TransferModel(*((0.0, ms[op] / read[op]) if read[op] else (ms[op], 0.0))) for op in stages}
+    return CostModel(TransferModel.fit([op.bytes for op in copies], [ms[op] for op in copies]), lines, size)
 
 
 def _before_ms(sizes: _Sizes, kind: str) -> float:
@@ -323,7 +294,6 @@ def _before_ms(sizes: _Sizes, kind: str) -> float:
         layer.experts.forward = lambda hidden, *routes: torch.zeros_like(hidden)
     ids = torch.zeros(1, 1, dtype=torch.long, device=kind)
     with torch.inference_mode():
-        for value in model.to_empty(device=kind).state_dict(keep_vars=True).values():
-            value.zero_()
-        found = interleaved({"": Variant(lambda turn: model(input_ids=ids, use_cache=False))}, 10, 3, device=kind)
-    return float(np.median(found[""])) / sizes.spec["L"]
+        model._apply(lambda value: torch.zeros_like(value, device=kind))
+        job = probes.Variant(lambda turn: model(input_ids=ids, use_cache=False))
+        return float(np.median(probes.interleaved({"": job}, 4, 1, device=kind)[""])) / sizes.spec["L"]

@@ -102,7 +102,7 @@ class SlotTables:
         bank = _Bank(self, layer, component)
         slot = int(bank.slot_of[expert])
         if slot < 0 or not bank.guessed[slot]:
-            raise ValueError(f"expert {expert} of layer {layer} has slot {slot} for {NAMES[component]}; needed: a guess")
+            raise ValueError(f"expert {expert} of layer {layer} has slot {slot} of {NAMES[component]}; needed: a guess")
         bank.slot_of[expert], bank.expert_of[slot], bank.guessed[slot] = -1, FREE, 0
         bank.add("fetched_ahead", -1)
 
@@ -121,7 +121,7 @@ class SlotTables:
         inverse[expert_of[held & inside].long()] = slot[held & inside]
         rules = (
             ("expert_of", expert_of, inside.all(), f"-1 to {self.E - 1}, -2 from slot {count} on"),
-            ("slot_of", slot_of, torch.equal(slot_of, inverse) and (slot_of >= 0).sum() == held.sum(),
+            ("slot_of", slot_of, bool((slot_of == inverse).all()) and (slot_of >= 0).sum() == held.sum(),
              f"the inverse of expert_of, {expert_of.tolist()}, each expert once"),
             ("used", used, ((used >= 0) & (used <= clock)).all(), f"0 to the clock, {clock}"),
             ("guessed", guessed, ((guessed == 0) | (guessed == 1) & held).all(), "0, or 1 where an expert lies"),
@@ -173,28 +173,27 @@ def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> F
     Raises:
         ValueError: more distinct experts than a bank has slots; the tables are unchanged then.
     """
-    N, K = ids.shape
-    flat = ids.flatten().tolist()
+    (N, K), flat = ids.shape, ids.flatten().tolist()
     wanted = list(dict.fromkeys(expert for expert in flat if 0 <= expert < tables.E))
     if check and len(wanted) > min(tables.slots):
         raise ValueError(f"ids name {len(wanted)} experts; needed: at most {min(tables.slots)}, the slots of a bank")
     found = Found(N, K)
     for component in range(2):
         bank = _Bank(tables, layer, component)
-        bank.clock[...] += 1
-        hits = [expert for expert in wanted if bank.slot_of[expert] >= 0]
-        for expert in hits:
-            bank.use(int(bank.slot_of[expert]))
-        bank.add("hits", len(hits))
-        in_use, taken = set(hits), []
+        bank.clock[0] += 1
+        place = bank.slot_of.tolist()
+        in_use, taken = {expert for expert in wanted if place[expert] >= 0}, []
+        for expert in in_use:
+            bank.use(place[expert])
+        bank.add("hits", len(in_use))
         for expert in wanted:
             slot = bank.victim(in_use) if expert not in in_use else None
             if slot is not None:
-                bank.put(expert, slot, guessed=0)
+                place[expert] = bank.put(expert, slot, guessed=0)
                 in_use.add(expert)
                 taken.append((expert, slot))
         bank.add("misses", len(taken))
-        places = [int(bank.slot_of[expert]) if expert in in_use else -1 for expert in flat]
+        places = [place[expert] if expert in in_use else -1 for expert in flat]
         found.slots[component] = torch.tensor(places, dtype=torch.int32).view(N, K)
         found.fill(component, taken)
     return found
@@ -220,10 +219,10 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, th
         passing = _passing(tables.E, ids, probabilities, threshold)
         for component in range(2):
             bank = _Bank(tables, layer, component)
-            kept = {expert for expert in passing if bank.slot_of[expert] >= 0}
+            place, taken = bank.slot_of.tolist(), []
+            kept = {expert for expert in passing if place[expert] >= 0}
             for expert in kept:
-                bank.used[bank.slot_of[expert]] = bank.clock
-            taken = []
+                bank.used[place[expert]] = bank.clock[0]
             for expert in passing:
                 absent = expert not in kept and len(taken) < allowed[component]
                 slot = bank.victim(set(passing)) if absent else None
@@ -254,46 +253,46 @@ def _allowed(budget: Sequence[int], control: Tensor | None) -> tuple[int, ...] |
 
 def _settle(tables: SlotTables, control: Tensor) -> None:
     """Count the call, and take into the precision what the counters of all layers show beyond `settled`."""
-    events = tables.counters.view(tables.L, 2, len(EVENTS)).sum((0, 1))
-    total = events[[USEFUL, WASTED]]
-    useful, wasted = (total - tables.settled).tolist()
+    state, settled = control.numpy(), tables.settled.numpy()
+    total = tables.counters.numpy().sum(0).reshape(2, len(EVENTS)).sum(0)[[USEFUL, WASTED]]
+    useful, both = int(total[0] - settled[0]), int((total - settled).sum())
     precision, weight, _, calls = control.tolist()
-    if useful + wasted > 0:  # in double precision, whose products of two float32 are exact
-        control[0] = (precision * weight + useful) / (weight + (useful + wasted))
-        control[1] = min(weight + (useful + wasted), WINDOW)
-    control[3] = (int(calls) + 1) % CALLS
-    tables.settled.copy_(total)
+    if both > 0:  # in double precision, whose products of two float32 are exact
+        state[0], state[1] = (precision * weight + useful) / (weight + both), min(weight + both, WINDOW)
+    state[3] = (int(calls) + 1) % CALLS
+    settled[:] = total
 
 
 class _Bank:
-    """Rows of one layer and component, as views that write through."""
+    """Rows of one layer and component, as numpy views that write through: quicker than tensors by far."""
 
     def __init__(self, tables: SlotTables, layer: int, component: int):
-        for name in ("slot_of", "expert_of", "used", "guessed", "clock"):
-            setattr(self, name, getattr(tables, name)[layer, component])
-        self.counters = tables.counters.view(tables.L, 2, len(EVENTS))[layer, component]
+        rows = (getattr(tables, name).numpy()[layer, component] for name in SlotTables.FIELDS[:4])
+        self.slot_of, self.expert_of, self.used, self.guessed = rows
+        self.clock = tables.clock.numpy()[layer, component : component + 1]
+        self.counters = tables.counters.numpy()[layer, component * len(EVENTS) :]
 
     def add(self, event: str, number: int) -> None:
         self.counters[EVENTS.index(event)] += number
 
-    def use(self, slot: int) -> None:
-        """The router has asked for what lies in the slot."""
-        self.used[slot] = self.clock
+    def use(self, slot: int) -> None:  # the router has asked for what lies there
+        self.used[slot] = self.clock[0]
         self.counters[USEFUL] += self.guessed[slot]
         self.guessed[slot] = 0
 
     def victim(self, protected: set[int]) -> int | None:
         """The lowest free slot, else the least recently used one whose expert is not protected, else None."""
         experts, used = self.expert_of.tolist(), self.used.tolist()
-        free = [slot for slot, expert in enumerate(experts) if expert == FREE]
+        if FREE in experts:
+            return experts.index(FREE)
         rest = [slot for slot, expert in enumerate(experts) if expert >= 0 and expert not in protected]
-        return free[0] if free else min(rest, key=lambda slot: (used[slot], slot), default=None)
+        return min(rest, key=used.__getitem__, default=None)  # of equal ones the first
 
-    def put(self, expert: int, slot: int, guessed: int) -> None:
-        """An expert takes the slot, now; who lay there becomes absent."""
-        former = int(self.expert_of[slot])
+    def put(self, expert: int, slot: int, guessed: int) -> int:
+        """An expert takes the slot, now; who lay there becomes absent. Returns the slot."""
+        former = self.expert_of[slot]
         if former >= 0:
-            self.slot_of[former] = -1
-            self.counters[WASTED] += self.guessed[slot]
+            self.slot_of[former], self.counters[WASTED] = -1, self.counters[WASTED] + self.guessed[slot]
         self.slot_of[expert], self.expert_of[slot] = slot, expert
-        self.used[slot], self.guessed[slot] = self.clock, guessed
+        self.used[slot], self.guessed[slot] = self.clock[0], guessed
+        return slot

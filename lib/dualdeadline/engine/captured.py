@@ -134,7 +134,9 @@ class CapturedForward:
         cache, given = call.pop(cache_name, None), flat(call)
         reason = obstacle(self.model, given, cache, MOST_ROWS)
         if reason is None:
-            places = self._places[cache] = self._places.get(cache) or Places(cache)
+            places = self._places.get(cache)
+            if places is None or places.layers != cache.layers:
+                places = self._places[cache] = Places(cache)
             key = cache_name, self._key(given), places.kinds, places.state()
             reason = self._refused.get(key)
         step = None if reason else self._find(key, places, cache)
@@ -225,20 +227,26 @@ class CapturedForward:
 
     def _again(self, step: _Step, cache, places: Places):
         counts = places.counts()
+        places.write(step.counts)  # as in a capture
         output = self._run(step, cache, places)
         places.write(counts)  # as after a graph, which the host does not see
         return output
 
     def _replay(self, graph, kind: type, fields: dict, cache, places: Places):
         graph.replay()
-        return kind(**{name: cache if value is None else value.clone() for name, value in fields.items()})
+        ready = {"cache": lambda name: cache, "own": lambda name: getattr(self.model.base_model, name)}
+        return kind(**{name: value.clone() if isinstance(value, torch.Tensor) else ready[value](name)
+                       for name, value in fields.items()})
 
     def _fields(self, output, cache) -> dict | None:
-        """Tensors of an output by name, None for the cache; None instead if it holds anything else."""
+        """An output's tensors by name, "cache" for the cache and "own" for a tensor that the model keeps; or None."""
         if not hasattr(output, "to_tuple"):
             return None
-        fields = {name: None if value is cache else value for name, value in output.items()}
-        return fields if all(value is None or isinstance(value, torch.Tensor) for value in fields.values()) else None
+        own = vars(self.model.base_model)  # e.g. Qwen3.5's rope_deltas, which only a prefill replaces
+        fields = {name: "cache" if value is cache else "own" if value is own.get(name) else value
+                  for name, value in output.items()}
+        known = (isinstance(value, torch.Tensor | str) for value in fields.values())
+        return fields if all(known) else None
 
 
 class _Compiled:

@@ -51,15 +51,6 @@ class DeviceDriven:
         self.keep: tuple = ()  # what the guide still reads while the products run
         self.found: dict[int, object] = {}
         self.ahead = None
-        if self.resident:
-            self._fill()
-
-    def _fill(self) -> None:
-        """Everything into its own slot, once."""
-        for part in COMPONENTS:
-            for layer in self.layers:
-                for expert in range(self.E):
-                    self.banks[part][layer.number][expert].copy_(self.store.weights(part, layer.number, expert))
 
     def takes(self, tokens: int, top_k: int) -> str | None:
         """Why a forward of so many tokens has to go by the host, or None."""

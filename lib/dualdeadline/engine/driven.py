@@ -1,4 +1,7 @@
-"""Routes recorded elsewhere drive a model's routers: any model's routing can be timed inside any other's layers."""
+"""Routes recorded elsewhere drive a model's routers: any model's routing can be timed inside any other's layers.
+
+Also what a captured decode step needs to know of a call and of its static cache.
+"""
 
 from __future__ import annotations
 
@@ -172,10 +175,12 @@ def obstacle(model, given: dict[tuple, Any], cache, most_rows: int) -> str | Non
         if getattr(config, name, False) if wanted is None else wanted:
             return f"{name} is asked for"
     sliding = any(_slides(layer) for layer in cache.layers)  # then positions and masks must not come from host counters
-    if sliding and not isinstance(given.get(("position_ids",)), torch.Tensor):
-        return "a sliding window, but no position_ids"
+    if sliding and not {"position_ids", "attention_mask"} <= {name for name, *_ in given}:
+        return "a sliding window, but no position_ids or no attention mask"
     for (name, *_), value in given.items():
-        if name == "attention_mask" and (sliding if value is None else getattr(value, "dim", int)() != 4):
+        if sliding and value is None and name in ("position_ids", "attention_mask"):
+            return f"a sliding window, but {name} is None"
+        if name == "attention_mask" and isinstance(value, torch.Tensor) and value.dim() != 4:
             return "the attention mask is not 4D, or grows with every step"
         if isinstance(value, torch.Tensor):
             if value.device != model.device:
@@ -189,7 +194,7 @@ class Places:
     """Where a cache's tensors and host values are: (dictionary, key) pairs, so that reading them is cheap."""
 
     def __init__(self, cache):
-        self.tensors, self.flags, self._counts = [], [], []
+        self.layers, self.tensors, self.flags, self._counts = list(cache.layers), [], [], []
         self.windows = [layer for layer in cache.layers if _slides(layer)]
         for layer in cache.layers:
             self._walk(vars(layer))

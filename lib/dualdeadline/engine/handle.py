@@ -90,6 +90,8 @@ class Offloaded:
         self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
         self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
+        if min(slots.values()) >= self.spec.E:
+            self._fill()
         lanes = StreamLanes(device) if device.type == "cuda" else CallerLanes()
         self.device = None
         if self.options.backend == "graph":
@@ -97,6 +99,14 @@ class Offloaded:
         self.guide = guides.Guide(guess, self.spec, prefetch, cache.control(BREAK_EVEN)) if guess else None
         self.hosted = Hosted(self.layers, self.store, self.banks, self.tables, lanes, self.options.schedule,
                              self.options.kernels, self.guide)
+
+    def _fill(self) -> None:
+        """Every expert fits: each into the slot of its own number, once and for all."""
+        own = torch.arange(self.spec.E, dtype=torch.int32)
+        self.tables.slot_of.copy_(own)
+        self.tables.expert_of.copy_(own)
+        for part, layer, expert in itertools.product(COMPONENTS, self.layers, own.tolist()):
+            self.banks[part][layer.number][expert].copy_(self.store.weights(part, layer.number, expert))
 
     def _for_graph(self, guess, prefetch: Prefetch):
         """The device-driven twin; what is left to guess on the host's way (nothing: its tables come and go)."""

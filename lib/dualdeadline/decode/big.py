@@ -1,0 +1,136 @@
+"""A stock model of OLMoE's sizes with random weights, driven by recorded routes, and many engine variants of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dualdeadline import engine, models
+from dualdeadline.cache import slots as cache
+from dualdeadline.decode.cases import Case
+from dualdeadline.decode.recorded import Recorded
+from dualdeadline.engine import guide as guides
+from dualdeadline.engine.device import DeviceDriven
+from dualdeadline.engine.driven import Driven
+from dualdeadline.engine.handle import BREAK_EVEN
+from dualdeadline.schedule import COMPONENTS
+from dualdeadline.streams.windows import OLMOE_CONFIG
+
+PROMPT = 8  # tokens before the first decode step; their keys and values are real, the routes of the steps recorded
+CONTEXT = 512
+
+
+def build(device, dtype=torch.bfloat16, seed: int = 0, **sizes):
+    """OlmoeForCausalLM with random weights; `sizes` override OLMoE-1B-7B's."""
+    from transformers import AutoModelForCausalLM, OlmoeConfig
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(OlmoeConfig(**(OLMOE_CONFIG | sizes)), dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Charged:
+    """Recorded guesses, at the price of a predictor kernel of the model's own sizes whose output is thrown away."""
+
+    on_device = True
+
+    def __init__(self, driven: Driven, kernel: guides.DeviceGuide | None, horizon: int, layers: int):
+        self.driven, self.kernel, self.horizon, self.layers = driven, kernel, horizon, layers
+
+    def __call__(self, number: int, hidden, ids):
+        if self.kernel is not None:
+            self.kernel(number, hidden, ids)
+        target = number + self.horizon
+        return self.driven.guess(target, guides.GUESSES) if target < self.layers else None
+
+
+class Variants:
+    """One model whose experts are in the host store once; each variant has its own slots, tables and graph.
+
+    Args:
+        recorded: what drives the routers. wire: of the store. cases: those of this wire.
+        compile: also compile the code around the experts.
+    """
+
+    def __init__(self, model, recorded: Recorded, wire: str, cases: Sequence[Case], seed: int = 0, compile: bool = False,
+                 device=None):
+        self.model, self.recorded, self.cases = model, recorded, list(cases)
+        spec = models.describe(model)
+        first = min(case.slots for case in cases)
+        engine.offload(model, slots=first, wire=wire, backend="graph", kernels="fused", predictor=None, context=CONTEXT,
+                       compile=compile, device=device)
+        self.handle, self.device = model.dualdeadline, model.dualdeadline.options.device
+        self.handle.captured.keep = len(cases) + 1
+        self.spec, self.caches, self.devices = spec, {}, {}
+        kernel = guides.for_device(guides.untrained(spec, recorded.horizon), self.device)[0]
+        self.driver = Driven(spec, recorded.routes)
+        for case in self.cases:
+            self.devices[case] = self._variant(case, kernel)
+            self.caches[case] = self._cache(seed)
+        self.place, self.places = PROMPT, torch.arange(CONTEXT, device=self.device)
+        self.token = torch.ones(1, 1, dtype=torch.long, device=self.device)
+
+    def _variant(self, case: Case, kernel) -> DeviceDriven:
+        handle, spec = self.handle, self.spec
+        banks = {part: [torch.zeros(case.slots, *layer.shapes[part], dtype=layer.dtype, device=self.device)
+                        for layer in handle.layers] for part in COMPONENTS}
+        tables = cache.SlotTables(spec.L, spec.E, (case.slots, case.slots), self.device)
+        if case.slots >= spec.E:
+            for part in COMPONENTS:
+                for layer in handle.layers:
+                    for expert in range(spec.E):
+                        banks[part][layer.number][expert].copy_(handle.store.weights(part, layer.number, expert))
+        guide = None
+        if case.predictor:
+            guide = Charged(_Guesses(self.driver, self.recorded.scores[case.predictor], self.device), kernel,
+                            self.recorded.horizon, spec.L)
+        return DeviceDriven(handle.layers, handle.store, banks, tables, case.schedule, guide, case.budget,
+                            case.threshold, cache.control(BREAK_EVEN, self.device))
+
+    @torch.inference_mode()
+    def _cache(self, seed: int):
+        """A static cache that holds a short prompt."""
+        from transformers import StaticCache
+
+        held = StaticCache(config=self.model.config, max_cache_len=CONTEXT)
+        ids = torch.randint(1, self.model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        self.model(ids, past_key_values=held, use_cache=True)
+        return held
+
+    @torch.inference_mode()
+    def step(self, case: Case):
+        """One decode step of a variant: the model's own forward, replayed once it is captured. Logits [1,1,V]."""
+        self.handle.device, self.handle.newer = self.devices[case], "device"
+        place = self.places[self.place : self.place + 1, None]
+        self.place += 1
+        return self.model(self.token, position_ids=place, past_key_values=self.caches[case], use_cache=True).logits
+
+    @torch.inference_mode()
+    def rewind(self, case: Case, step: int) -> None:
+        """Let the next step of a variant be a recorded one, right behind the prompt; slots stay as they are."""
+        self.driver.rewind(step)
+        self.place = PROMPT
+        for layer in self.caches[case].layers:
+            layer.cumulative_length.fill_(PROMPT)
+
+    def counts(self, case: Case) -> dict[str, int]:
+        """Counters of a variant's tables so far; waits for the device."""
+        return self.devices[case].tables.counts()
+
+
+class _Guesses:
+    """`Driven.guess` of other scores at the driver's own step."""
+
+    def __init__(self, driver: Driven, scores: Tensor, device):
+        ranked = scores.sort(dim=-1, descending=True, stable=True)
+        self.driver = driver
+        self.ids = ranked.indices[..., : guides.GUESSES].int().transpose(0, 1).contiguous().to(device)
+        self.values = ranked.values[..., : guides.GUESSES].transpose(0, 1).contiguous().to(device)
+
+    def guess(self, layer: int, top: int):
+        at = self.driver.place
+        return self.ids[layer].index_select(0, at)[:, :top], self.values[layer].index_select(0, at)[:, :top]
