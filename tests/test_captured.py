@@ -234,7 +234,9 @@ def test_prefer_static(tiny_model, install):
     model, taken, seen = install()
     settings = model.generation_config.to_dict()
     static_ = prefer_static(model, context=48)
-    cache = generate(model, cache_implementation=None, return_dict_in_generate=True).past_key_values
+    ids, mask = prompt(1)
+    cache = model.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, pad_token_id=0,
+                           return_dict_in_generate=True).past_key_values
     assert isinstance(cache, StaticCache) and cache.layers[0].keys.shape[2] == 48 and paths(seen)["buffers"] == 6
     static_.remove()
     assert model.generation_config.to_dict() == settings
@@ -428,8 +430,8 @@ def test_remove_lets_the_routers_choose_again(tiny_model):
     assert torch.equal(generate(model, new=12), want) and driven.place.tolist() == [11 % 5]
 
 
-def test_guesses_of_the_current_step(drive):
-    spec = models.describe(drive()[0])
+def test_guesses_of_the_current_step(drive, tiny_model):
+    spec = models.describe(tiny_model()[0])
     scores = torch.rand(5, spec.L, spec.E).round(decimals=1)  # with ties
     model, spec, _, driven, _ = drive(scores=scores)
     ids, found = driven.guess(1, 3)

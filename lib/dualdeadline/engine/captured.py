@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import warnings
 import weakref
@@ -274,6 +275,7 @@ class _Compiled:
                 continue
             if not self._told:
                 self._tell("compile", f"compiled {how}")
+                gc.collect()  # what compiled it sits in cycles that hold the cache, which then never seems to go
             self._told = True
             return output
         return None

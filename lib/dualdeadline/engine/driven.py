@@ -46,7 +46,7 @@ class Driven:
         self._weights = None if weights is None else _by_layer(torch.as_tensor(weights), device)
         self._order = self._sorted = None
         if scores is not None:
-            ranked = torch.as_tensor(scores).float().sort(-1, descending=True, stable=True)
+            ranked = torch.as_tensor(scores).float().sort(dim=-1, descending=True, stable=True)
             self._order, self._sorted = _by_layer(ranked.indices.int(), device), _by_layer(ranked.values, device)
         self._tokens = 1  # per row, of the forward that runs
         self._handles = []

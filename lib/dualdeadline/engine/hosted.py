@@ -82,7 +82,7 @@ class Hosted:
         chosen = [expert for expert in routed if 0 <= expert < self.layers[number].E]
         banks = {part: self.banks[part][number] for part in COMPONENTS}
         job = KERNELS[self.kernels](self.layers[number], banks, hidden, ids, weights)
-        self.lanes.begin()
+        self.lanes.enter()
         try:
             self._settle_guesses(number, chosen)
             for turn, wave in enumerate(self._waves(number, chosen)):

@@ -18,7 +18,7 @@ class CallerLanes:
     def __init__(self):
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="dualdeadline-link")
 
-    def begin(self) -> None:
+    def enter(self) -> None:
         """A layer starts."""
 
     def fence(self) -> None:
@@ -60,7 +60,7 @@ class CallerLanes:
 class StreamLanes(CudaLanes):
     """Current stream and copy streams of a GPU, kept from layer to layer."""
 
-    def begin(self) -> None:
+    def enter(self) -> None:
         self.streams[0] = torch.cuda.current_stream(self.streams[1].device)
 
     def fence(self) -> None:
