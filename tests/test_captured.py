@@ -205,6 +205,30 @@ def test_no_graph_with_gradients_or_another_cache(install):
     assert paths(seen)["buffers"] == 0
 
 
+@pytest.mark.parametrize("name", ("output_router_logits", "output_hidden_states"))
+def test_outputs_that_the_config_asks_for(install, name):
+    model, _, seen = install()
+    cache = static(model)
+    try:
+        setattr(model.config, name, True)
+        with torch.no_grad():
+            output = model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    finally:
+        setattr(model.config, name, False)
+    assert seen[-1] == ("forward", f"{name} is asked for")
+    assert len(output[name.removeprefix("output_")]) >= model.config.num_hidden_layers
+
+
+def test_another_experts_implementation_is_another_kind(install):
+    model, _, seen = install()
+    generate(model)
+    model.set_experts_implementation("eager")
+    generate(model)
+    model.set_experts_implementation("grouped_mm")
+    generate(model)
+    assert paths(seen) == {"forward": 3, "first": 2, "buffers": 19}
+
+
 def test_remove_restores_exactly(tiny_model):
     model = tiny_model()[0]
     code, settings, held = type(model).forward, model.generation_config.to_dict(), set(vars(model))
@@ -349,7 +373,8 @@ class Watched:
 
     def __init__(self, spec):
         self.ids, self.weights = ([[] for _ in spec.layers] for _ in range(2))
-        self._handles = [layer.experts.register_forward_pre_hook(self._hook(at)) for at, layer in enumerate(spec.layers)]
+        self._handles = [layer.experts.register_forward_pre_hook(self._hook(at))
+                         for at, layer in enumerate(spec.layers)]
 
     def _hook(self, at):
         def hook(module, args):

@@ -9,7 +9,7 @@ from conftest import FAMILIES, tiny_config
 
 from dualdeadline import engine, models, schedule
 from dualdeadline.engine import hosted, surgery
-from dualdeadline.engine.options import parse_bytes
+from dualdeadline.sizes import parse_bytes
 
 
 def build(family="olmoe", dtype=torch.float32, **changes):

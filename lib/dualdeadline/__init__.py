@@ -11,3 +11,14 @@ A gated expert is `down(silu(gate x) * up x)`; its components are gate/up `[2F, 
 """
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """`offload` and `plan`, imported when they are first asked for: transformers takes seconds."""
+    if name == "offload":
+        from dualdeadline.engine import offload as found
+    elif name == "plan":
+        from dualdeadline.planning import plan as found
+    else:
+        raise AttributeError(f"module 'dualdeadline' has no attribute {name!r}")
+    return found

@@ -111,7 +111,9 @@ class Variants:
 
     @torch.inference_mode()
     def rewind(self, case: Case, step: int) -> None:
-        """Let the next step of a variant be a recorded one, right behind the prompt; slots stay as they are."""
+        """Let the next step of a variant be a recorded one, right behind the prompt, with nothing in its slots."""
+        if not self.devices[case].resident:
+            self.devices[case].tables.clear()
         self.driver.rewind(step)
         self.place = PROMPT
         for layer in self.caches[case].layers:

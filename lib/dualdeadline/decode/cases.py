@@ -12,14 +12,14 @@ class Case:
 
     Attributes:
         slots: per layer; as many as experts: everything is resident. wire: raw or coded.
-        schedule: `demand_serial` (one deadline) or `staged_pipelined` (two).
+        schedule: `demand_serial` (one deadline) or `staged_barrier` (two).
         predictor: label of recorded scores, or "" for none. budget: components ahead per layer, (gate_up, down).
         threshold: least probability.
     """
 
     slots: int
     wire: str = "coded"
-    schedule: str = "staged_pipelined"
+    schedule: str = "staged_barrier"
     predictor: str = ""
     budget: tuple[int, int] = (0, 0)
     threshold: float = 0.5
@@ -45,7 +45,7 @@ def all_cases(slots: Sequence[int], E: int, predictors: Sequence[str], budgets: 
     """Resident; both wires and both numbers of deadlines at every number of slots; guesses on the faster wire."""
     found = [Case(E, "raw")]
     for count in slots:
-        found += [Case(count, wire, name) for wire in ("raw", "coded") for name in ("demand_serial", "staged_pipelined")]
-        found += [Case(count, "coded", "staged_pipelined", label, tuple(budget), threshold)
+        found += [Case(count, wire, name) for wire in ("raw", "coded") for name in ("demand_serial", "staged_barrier")]
+        found += [Case(count, "coded", "staged_barrier", label, tuple(budget), threshold)
                   for label in predictors for budget in budgets for threshold in thresholds]
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualdeadline.engine.handle import Offloaded, Prefetch, run_layer
-from dualdeadline.engine.options import TIERS, choose, count_slots, parse_bytes
+from dualdeadline.engine.options import TIERS, choose, count_slots
 from dualdeadline.engine.surgery import NAME, find
 
 __all__ = ["Offloaded", "offload"]
@@ -50,10 +50,7 @@ def offload(model: nn.Module, slots=None, vram=None, schedule: str = "auto", pre
     spec, layers = find(model)
     why: tuple[str, ...] = ()
     if vram is not None:
-        from dualdeadline.plan import plan
-
-        found = plan(model, parse_bytes(vram), context=context, batch=batch)
-        slots, why = found.slots, found.why
+        slots, why = _planned(model, vram, context, batch, device)
     chosen = choose(layers, count_slots(slots, spec.E), schedule, wire, backend, kernels, device)
     if compile and chosen.backend != "graph":
         raise ValueError(f"compile with backend {chosen.backend!r}; needed: backend 'graph'")
@@ -61,6 +58,18 @@ def offload(model: nn.Module, slots=None, vram=None, schedule: str = "auto", pre
     handle = Offloaded(model, spec, layers, chosen, prefetch, why, context, compile)
     model.dualdeadline = handle
     return model
+
+
+def _planned(model: nn.Module, vram, context: int, batch: int, device) -> tuple[int, tuple[str, ...]]:
+    """Slots for a memory limit, and the plan's reasons; what planning itself took is free again."""
+    from dualdeadline.planning import plan
+
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    found = plan(model, vram, context=context, batch=batch, device=kind)
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return found.slots, found.why
 
 
 def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dualdeadline.engine.driven import Home, Places, flat, nested, obstacle, rolling
+from dualdeadline.engine.driven import Home, Places, flat, nested, obstacle, rolling, unfit
 
 MOST_ROWS = 8  # above it the fused experts hand over to a grouped path that is not captured
 RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
@@ -54,7 +54,7 @@ class _Step:
     arguments: dict[str, Any]  # the call over those buffers, without the cache
     cache_name: str
     counts: list[int]  # the cache's host counters before the first step
-    advance: list[int]  # what a step adds to them
+    advance: dict[int, int]  # what a step adds to them, by their place
     replay: Callable | None = None
 
 
@@ -87,6 +87,7 @@ class CapturedForward:
         self._capture = model.device.type == "cuda" if capture is None else capture
         self._tell = on_path or (lambda name, reason: None)
         self._before, self._original = model.__dict__.get("forward"), model.forward
+        self._config, self._anchor = vars(model.config.get_text_config()), next(model.parameters())
         self._names = list(inspect.signature(self._original).parameters)
         self._compiled = _Compiled(self._original, self._tell) if compile else None
         self._places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -133,11 +134,9 @@ class CapturedForward:
         call = dict(zip(self._names, args, strict=False)) | kwargs
         cache_name = next((name for name in _CACHE_NAMES if call.get(name) is not None), _CACHE_NAMES[0])
         cache, given = call.pop(cache_name, None), flat(call)
-        reason = obstacle(self.model, given, cache, MOST_ROWS)
+        reason = self._unsuited(given, cache)
         if reason is None:
-            places = self._places.get(cache)
-            if places is None or places.layers != cache.layers:
-                places = self._places[cache] = Places(cache)
+            places = self._places[cache]
             key = cache_name, self._key(given), places.kinds, places.state()
             reason = self._refused.get(key)
         step = None if reason else self._find(key, places, cache)
@@ -154,14 +153,25 @@ class CapturedForward:
             return self._first(key, given, cache_name, cache, places)
         self._tell(*(("graph", "") if self._capture else ("buffers", "capture is off")))
         output = step.replay(cache, places)
-        places.write([now + more for now, more in zip(places.counts(), step.advance, strict=True)])
+        places.advance(step.advance)
         return output
 
+    def _unsuited(self, given: dict, cache) -> str | None:
+        """Why a call goes to the original forward; None if a graph can take it: then the cache's places are known."""
+        if torch.is_grad_enabled() or self.model.training:
+            return "gradients are on, or the model is in training mode"
+        reason = obstacle(given, cache, self._config, MOST_ROWS)
+        if reason is not None:
+            return reason
+        places = self._places.get(cache)
+        if places is None or places.empty or places.layers != cache.layers:
+            places = self._places[cache] = Places(cache)
+        return "the cache is empty" if places.empty else unfit(given, places, self._anchor.device)
+
     def _key(self, given: dict) -> tuple:
-        device, config = self.model.device.type, self.model.config
-        names = (getattr(config, f"_{kind}_implementation", None) for kind in ("attn", "experts"))
+        names = (self._config.get(f"_{kind}_implementation_internal") for kind in ("attn", "experts"))
         inputs = ((path, *((v.shape, v.dtype) if isinstance(v, torch.Tensor) else (v,))) for path, v in given.items())
-        return torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device), *names, *inputs
+        return torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self._anchor.device.type), *names, *inputs
 
     def _find(self, key: tuple, places: Places, cache) -> _Step | None:
         """The step for a key and a cache; the cache moves to kept tensors if there are free ones of its sizes."""
@@ -179,9 +189,12 @@ class CapturedForward:
         for path, buffer in inputs.items():
             buffer.copy_(given[path])
         home = next((step.home for step in self._steps.values() if step.home.holds(places)), None)
-        step = _Step(home or Home(cache, places), inputs, nested(given | inputs), cache_name, places.counts(), [])
+        step = _Step(home or Home(cache, places), inputs, nested(given | inputs), cache_name, places.counts(), {})
         output = self._run(step, cache, places)
-        step.advance = [now - then for now, then in zip(places.counts(), step.counts, strict=True)]
+        if self._compiled:
+            gc.collect()  # what compiled it sits in cycles that hold the cache, which then never seems to go
+        pairs = zip(places.counts(), step.counts, strict=True)
+        step.advance = {at: now - then for at, (now, then) in enumerate(pairs) if now != then}
         now = self._places[cache] = Places(cache)
         if not step.home.holds(now):
             self._refused[key] = "the cache replaces its tensors in such a step"
@@ -275,7 +288,6 @@ class _Compiled:
                 continue
             if not self._told:
                 self._tell("compile", f"compiled {how}")
-                gc.collect()  # what compiled it sits in cycles that hold the cache, which then never seems to go
             self._told = True
             return output
         return None

@@ -24,7 +24,6 @@ from dualdeadline.store import BITS, HostStore
 
 FETCH_PROGRAMS = 16  # of a raw fetch: what fills the link (notebook 06)
 DECODE_PROGRAMS = 264  # of a zero-copy decode (notebook 08)
-SERIAL = "demand_serial"  # of the named schedules: one deadline; every other one has two here
 
 
 class DeviceDriven:
@@ -33,15 +32,15 @@ class DeviceDriven:
     Args:
         layers, store, banks: of the engine. tables: on the device. guide: (number, hidden, ids) -> (ids [N,G],
             probabilities [N,G]) for layer number + guide.horizon, or None; without host work.
-        schedule: `demand_serial` fetches both components before the first product, every other name lets down
-            cross while gate/up computes. budget, threshold, control: of `kernels.slots.admit`.
+        schedule: `demand_serial` fetches both components before the first product, `staged_barrier` lets down cross
+            while gate/up computes. budget, threshold, control: of `kernels.slots.admit`.
     """
 
     def __init__(self, layers: Sequence[LayerExperts], store: HostStore, banks: Mapping[str, Sequence[Tensor]],
                  tables, schedule: str, guide=None, budget=(0, 0), threshold: float = 0.5,
                  control: Tensor | None = None):
         self.layers, self.store, self.banks, self.tables = layers, store, banks, tables
-        self.two_deadlines, self.guide = schedule != SERIAL, guide
+        self.two_deadlines, self.guide = schedule == "staged_barrier", guide
         self.budget, self.threshold, self.control = tuple(budget), threshold, control
         self.cuda = tables.slot_of.device.type == "cuda"
         self.E = layers[0].E

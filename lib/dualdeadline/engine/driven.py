@@ -112,7 +112,8 @@ def _by_layer(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _check(spec: MoESpec, routes: torch.Tensor, weights, scores) -> None:
     if routes.dim() != 3 or routes.shape[1:] != (spec.L, spec.K) or not len(routes) or routes.is_floating_point():
-        raise ValueError(f"routes are {routes.dtype} {list(routes.shape)}; needed: integers [T >= 1, {spec.L}, {spec.K}]")
+        raise ValueError(f"routes are {routes.dtype} {list(routes.shape)}; "
+                         f"needed: integers [T >= 1, {spec.L}, {spec.K}]")
     low, high = int(routes.min()), int(routes.max())
     if low < 0 or high >= spec.E:
         raise ValueError(f"routes hold ids {low} to {high}; needed: 0 to {spec.E - 1}")
@@ -134,7 +135,7 @@ def _check(spec: MoESpec, routes: torch.Tensor, weights, scores) -> None:
 
 # What a captured decode step (captured.py) needs of a call and of its static cache
 
-_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_EXTRAS = ("attentions", "hidden_states", "router_logits")
 
 
 def flat(call: dict[str, Any]) -> dict[tuple, Any]:
@@ -153,39 +154,43 @@ def nested(paths: dict[tuple, Any]) -> dict[str, Any]:
     return call
 
 
-def obstacle(model, given: dict[tuple, Any], cache, most_rows: int) -> str | None:
-    """Why a call (its arguments as of `flat`, without the cache) is not a decode step for a graph; None if it is."""
+def obstacle(given: dict[tuple, Any], cache, settings: dict[str, Any], most_rows: int) -> str | None:
+    """Why a call (its arguments as of `flat`, without the cache) is not a decode step for a graph; None if it is.
+
+    `settings` are the attributes of the model's config, as a dictionary because its own look-ups are slow.
+    """
     from transformers import StaticCache
 
-    ids, config = given.get(("input_ids",)), model.config.get_text_config()
-    if torch.is_grad_enabled() or model.training:
-        return "gradients are on, or the model is in training mode"
+    ids = given.get(("input_ids",))
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return "input_ids are no tensor [N, tokens]"
     if ids.shape[1] != 1 or not 1 <= len(ids) <= most_rows:
         return f"input_ids are {list(ids.shape)}; graphs take one token of 1 to {most_rows} rows"
     if not isinstance(cache, StaticCache) or cache.offloading:
         return f"the cache is a {type(cache).__name__}; graphs need a StaticCache that stays on the device"
-    if any(getattr(layer, "keys", True) is None for layer in cache.layers):
-        return "the cache is empty"
-    if given.get(("labels",)) is not None or given.get(("return_dict",), config.return_dict) is False:
+    if given.get(("labels",)) is not None or given.get(("return_dict",), settings.get("return_dict")) is False:
         return "a loss or a plain tuple is asked for"
     for name in _EXTRAS:
-        wanted = given.get((name,))
-        if getattr(config, name, False) if wanted is None else wanted:
-            return f"{name} is asked for"
-    sliding = any(_slides(layer) for layer in cache.layers)  # then positions and masks must not come from host counters
-    if sliding and not {"position_ids", "attention_mask"} <= {name for name, *_ in given}:
-        return "a sliding window, but no position_ids or no attention mask"
+        wanted = given.get((f"output_{name}",))
+        if settings.get(f"output_{name}") or settings.get(f"_output_{name}") if wanted is None else wanted:
+            return f"output_{name} is asked for"
+    return None
+
+
+def unfit(given: dict[tuple, Any], places: Places, device: torch.device) -> str | None:
+    """Why the arguments of a decode step cannot go into buffers; None if they can."""
+    if places.windows and not {"position_ids", "attention_mask"} <= {name for name, *_ in given}:
+        return "a sliding window, but no position_ids or no attention mask"  # both would come from host counters
     for (name, *_), value in given.items():
-        if sliding and value is None and name in ("position_ids", "attention_mask"):
-            return f"a sliding window, but {name} is None"
-        if name == "attention_mask" and isinstance(value, torch.Tensor) and value.dim() != 4:
-            return "the attention mask is not 4D, or grows with every step"
         if isinstance(value, torch.Tensor):
-            if value.device != model.device:
-                return f"{name} is on {value.device}, the model on {model.device}"
-        elif not (value is None or isinstance(value, bool | int | float | str)):
+            if value.device != device:
+                return f"{name} is on {value.device}, the model on {device}"
+            if name == "attention_mask" and value.dim() != 4:
+                return "the attention mask is not 4D, so it grows with every step"
+        elif value is None:
+            if places.windows and name in ("position_ids", "attention_mask"):
+                return f"a sliding window, but {name} is None"
+        elif not isinstance(value, bool | int | float | str):
             return f"{name} is a {type(value).__name__}"
     return None
 
@@ -195,7 +200,8 @@ class Places:
 
     def __init__(self, cache):
         self.layers, self.tensors, self.flags, self._counts = list(cache.layers), [], [], []
-        self.windows = [layer for layer in cache.layers if _slides(layer)]
+        self.windows = [layer for layer in cache.layers if hasattr(layer, "cumulative_length_int")]
+        self.empty = any(getattr(layer, "keys", True) is None for layer in cache.layers)
         for layer in cache.layers:
             self._walk(vars(layer))
         self.kinds = (*map(type, cache.layers), *(key for places in (self.tensors, self._counts) for _, key in places))
@@ -221,6 +227,12 @@ class Places:
         """Set the host counters."""
         for (values, key), count in zip(self._counts, counts, strict=True):
             values[key] = count
+
+    def advance(self, more: dict[int, int]) -> None:
+        """Add to some host counters, by their place in `counts()`."""
+        for at, count in more.items():
+            values, key = self._counts[at]
+            values[key] += count
 
 
 class Home:
@@ -265,10 +277,6 @@ def rolling(places: Places) -> Iterator[None]:
     finally:
         for layer in full:
             del layer.update
-
-
-def _slides(layer) -> bool:
-    return hasattr(layer, "cumulative_length_int")
 
 
 def _is_full(layer) -> bool:

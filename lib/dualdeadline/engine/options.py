@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ from dualdeadline.store import WIRES
 BACKENDS = ("cpu", "streams", "graph")
 KERNELS = ("torch", "fused")
 TIERS = ("pinned",)
+IN_GRAPH = ("demand_serial", "staged_barrier")  # schedules of the graph backend: one deadline, or two
 SCHEDULE = "demand_pipelined"  # no named schedule makes a measured decode step shorter (notebook 07)
-UNITS = {"": 1, "B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
-         **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)}}
+
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,6 @@ class Options:
     kernels: str
     device: torch.device
     why: tuple[str, ...]
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of `6442450944`, `"6GiB"` or `"800 MB"`.
-
-    Raises:
-        ValueError: anything else, or nothing above 0.
-    """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if found and found[2] in UNITS and float(found[1]) > 0:
-        return int(float(found[1]) * UNITS[found[2]])
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    raise ValueError(f"memory is {size!r}; needed: bytes above 0 as a number, or a text like '6GiB' or '800MB'")
 
 
 def one_of(name: str, value, known: Sequence[str]) -> None:
@@ -89,11 +74,19 @@ def choose(layers: Sequence[LayerExperts], slots: Mapping[str, int], schedule: s
     if backend == "graph" and kernels != "fused":
         raise ValueError("backend 'graph' computes with kernels 'fused'; needed: backend 'streams' for kernels 'torch'")
     coded = _coded(wire, layers, backend, why)
-    if schedule == "auto":
-        schedule = "staged_pipelined" if backend == "graph" else SCHEDULE
-        why.append(f"schedule {schedule}: no named schedule makes a measured host-launched step shorter; inside a "
-                   "graph a second deadline costs no launch")
+    schedule = _schedule(schedule, backend, why)
     return Options(slots, schedule, coded, backend, kernels, device, tuple(why))
+
+
+def _schedule(schedule: str, backend: str, why: list[str]) -> str:
+    if backend == "graph" and schedule not in ("auto", *IN_GRAPH):
+        raise ValueError(f"schedule is {schedule!r} with backend 'graph'; needed: {' or '.join(IN_GRAPH)}, since one "
+                         "launch computes all experts of a layer, or backend 'streams'")
+    if schedule == "auto":
+        schedule = IN_GRAPH[-1] if backend == "graph" else SCHEDULE
+        why.append(f"schedule {schedule}: " + ("down crosses while gate/up computes, at no launch more"
+                                               if backend == "graph" else "none makes a host-launched step shorter"))
+    return schedule
 
 
 def _backend(backend: str, device: torch.device, why: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from dualdeadline import cache, models, schedule, simulate, steps, streams
 from dualdeadline.cost import CostModel, TransferModel, work_bytes
 from dualdeadline.schedule import COMPONENTS, DECODES, PIECES, Compute, Copy, Layer
+from dualdeadline.sizes import parse_bytes
 from dualdeadline.streams import probes
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def plan(model_or_config, vram: int | str, trace=None, cost: CostModel | None = 
     Raises:
         ValueError: an argument that is not as above, or a limit below one slot per layer, with the bytes missing.
     """
-    limit, context, batch = _whole(vram, "vram"), _whole(context, "context"), _whole(batch, "batch")
+    limit, context, batch = parse_bytes(vram), _whole(context, "context"), _whole(batch, "batch")
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if cost is None and kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda' and no GPU is here to be measured; needed: cost=, or device='cpu'")
@@ -102,11 +102,9 @@ def plan(model_or_config, vram: int | str, trace=None, cost: CostModel | None = 
 
 
 def _whole(given, name: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", str(given).lower()) if name == "vram" else None
-    value = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else given
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {given!r}; needed: a whole number above 0 (vram: bytes, or as '6GiB' or '800MB')")
-    return int(value)
+    if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{name} is {given!r}; needed: a whole number above 0")
+    return int(given)
 
 
 def _skeleton(config, dtype=None) -> torch.nn.Module:

@@ -10,7 +10,7 @@ import torch
 from conftest import FAMILIES, tiny_config
 from dualdeadline import cache, models, schedule
 from dualdeadline.cost import CostModel, TransferModel
-from dualdeadline.plan import Plan, plan
+from dualdeadline.planning import Plan, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -200,14 +200,14 @@ def test_workspace_grows_with_the_prefill():
             > made(16 * ROOM, config=plain, context=256).bytes["workspace_bytes"])
 
 
-@pytest.mark.parametrize("text, size", (("900kB", 900_000), ("0.5MiB", 2**19), (" 1 MB ", 10**6), ("800000b", 800_000)))
+@pytest.mark.parametrize("text, size", (("900kB", 900_000), ("0.5MiB", 2**19), (" 1 MB ", 10**6), ("800000B", 800_000)))
 def test_limits_as_text(text, size):
     assert made(text) == made(size) and made(text).bytes["limit_bytes"] == size
 
 
 @pytest.mark.parametrize("vram", (0, -1, 1.5, True, None, "6", "6 G", "GiB", "-1GiB", "0MB", "6GiB or so", [1]))
 def test_other_limits_are_refused(vram):
-    with pytest.raises(ValueError, match="vram is .*; needed: .*6GiB"):
+    with pytest.raises(ValueError, match="memory is .*; needed: .*6GiB"):
         made(vram)
 
 
