@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dualdeadline.engine.driven import Home, Places, flat, nested, obstacle, rolling, unfit
+from dualdeadline.engine.statics import Home, Places, flat, nested, obstacle, rolling, unfit
 
 MOST_ROWS = 8  # above it the fused experts hand over to a grouped path that is not captured
 RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
@@ -77,13 +77,16 @@ class CapturedForward:
         on_path: called before each forward with path and reason: `"graph"`, `"first"`, `"buffers"` (capture=False)
             or `"forward"`; also with `"compile"` and how that went.
         keep: graphs that are kept; the least recently used one is dropped.
+        refuse: why a decode step of so many rows must not be captured, or None.
 
     A graph knows nothing of later changes to the model: call `clear()` after moving it or adding hooks.
     """
 
     def __init__(self, model, compile: bool = False, capture: bool | None = None,
-                 on_path: Callable[[str, str], None] | None = None, keep: int = 4):
+                 on_path: Callable[[str, str], None] | None = None, keep: int = 4,
+                 refuse: Callable[[int], str | None] | None = None):
         self.model, self.inside, self.keep = model, False, keep
+        self._refuse = refuse or (lambda rows: None)
         self._capture = model.device.type == "cuda" if capture is None else capture
         self._tell = on_path or (lambda name, reason: None)
         self._before, self._original = model.__dict__.get("forward"), model.forward
@@ -161,6 +164,7 @@ class CapturedForward:
         if torch.is_grad_enabled() or self.model.training:
             return "gradients are on, or the model is in training mode"
         reason = obstacle(given, cache, self._config, MOST_ROWS)
+        reason = reason or self._refuse(len(given["input_ids",]))
         if reason is not None:
             return reason
         places = self._places.get(cache)
