@@ -54,11 +54,12 @@ class Variants:
     Args:
         recorded: what drives the routers. wire: of the store. cases: those of this wire.
         compile: also compile the code around the experts.
+        banks: slots by their number per layer, shared by variants: each run begins with nothing in them.
     """
 
-    def __init__(self, model, recorded: Recorded, wire: str, cases: Sequence[Case], seed: int = 0, compile: bool = False,
-                 device=None):
-        self.model, self.recorded, self.cases = model, recorded, list(cases)
+    def __init__(self, model, recorded: Recorded, wire: str, cases: Sequence[Case], banks: dict, seed: int = 0,
+                 compile: bool = False, device=None):
+        self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), banks
         spec = models.describe(model)
         first = min(case.slots for case in cases)
         engine.offload(model, slots=first, wire=wire, backend="graph", kernels="fused", predictor=None, context=CONTEXT,
@@ -76,20 +77,27 @@ class Variants:
 
     def _variant(self, case: Case, kernel) -> DeviceDriven:
         handle, spec = self.handle, self.spec
-        banks = {part: [torch.zeros(case.slots, *layer.shapes[part], dtype=layer.dtype, device=self.device)
-                        for layer in handle.layers] for part in COMPONENTS}
+        if case.slots not in self.banks:
+            self.banks[case.slots] = self._slots(case.slots)
         tables = cache.SlotTables(spec.L, spec.E, (case.slots, case.slots), self.device)
-        if case.slots >= spec.E:
-            for part in COMPONENTS:
-                for layer in handle.layers:
-                    for expert in range(spec.E):
-                        banks[part][layer.number][expert].copy_(handle.store.weights(part, layer.number, expert))
         guide = None
         if case.predictor:
             guide = Charged(_Guesses(self.driver, self.recorded.scores[case.predictor], self.device), kernel,
                             self.recorded.horizon, spec.L)
-        return DeviceDriven(handle.layers, handle.store, banks, tables, case.schedule, guide, case.budget,
-                            case.threshold, cache.control(BREAK_EVEN, self.device))
+        return DeviceDriven(handle.layers, handle.store, self.banks[case.slots], tables, case.schedule, guide,
+                            case.budget, case.threshold, cache.control(BREAK_EVEN, self.device))
+
+    def _slots(self, count: int) -> dict[str, list[Tensor]]:
+        """Slots of every layer; filled where every expert has one."""
+        handle = self.handle
+        found = {part: [torch.zeros(count, *layer.shapes[part], dtype=layer.dtype, device=self.device)
+                        for layer in handle.layers] for part in COMPONENTS}
+        if count >= self.spec.E:
+            for part in COMPONENTS:
+                for layer in handle.layers:
+                    for expert in range(self.spec.E):
+                        found[part][layer.number][expert].copy_(handle.store.weights(part, layer.number, expert))
+        return found
 
     @torch.inference_mode()
     def _cache(self, seed: int):

@@ -21,13 +21,14 @@ class Recorded:
 
     Attributes:
         routes: int64 [T,L,K]. prompt: int64 [T]. scores: by predictor, probabilities [T,L,E] at the layer they speak
-            of (0 where the horizon reaches no source). horizon: of the scores.
+            of (0 where the horizon reaches no source). horizon: of the scores. ids: tokens of each prompt.
     """
 
     routes: Tensor
     prompt: Tensor
     scores: dict[str, Tensor]
     horizon: int
+    ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def E(self) -> int:
@@ -47,8 +48,9 @@ def controls(routes: Tensor, E: int, seed: int) -> dict[str, Tensor]:
     return {"oracle": oracle, "shuffled": oracle[order]}
 
 
-def load(workspace: paths.Workspace, corpus: str, split: str, labels, horizon: int, prompts: int, seed: int) -> Recorded:
-    """The decode steps of the first `prompts` prompts of a split, and what some predictors said at them.
+def load(workspace: paths.Workspace, model: str, corpus: str, split: str, labels, horizon: int, prompts: int,
+         seed: int) -> Recorded:
+    """The decode steps of the first `prompts` prompts of a split, their tokens, and what some predictors said at them.
 
     Kept in `<workspace>/decode.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
 
@@ -56,7 +58,7 @@ def load(workspace: paths.Workspace, corpus: str, split: str, labels, horizon: i
         FileNotFoundError: neither traces nor that file. ValueError: the file was made for something else.
     """
     path = workspace.base / NAME
-    made_for = dict(corpus=corpus, split=split, labels=",".join(labels), horizon=horizon, prompts=prompts, seed=seed)
+    made_for = dict(model=model, corpus=corpus, split=split, labels=",".join(labels), horizon=horizon, prompts=prompts, seed=seed)
     if (workspace.traces / corpus).exists():
         _make(path, workspace, made_for, labels)
     return _read(paths.need(path, "02_traces"), made_for)
@@ -75,7 +77,18 @@ def _make(path: Path, workspace: paths.Workspace, made_for: dict, labels) -> Non
         found = torch.as_tensor(replay.scores_of(str(file), len(routes))).half()
         none = torch.zeros(len(found), horizon, experts, dtype=torch.half)
         tensors[f"scores {label}"] = torch.cat([none, found], 1)
+    ids = _tokens(made_for)
+    for number, row in enumerate(ids):
+        tensors[f"ids {number:04}"] = torch.tensor(row)
     save_file(tensors, path, {name: str(value) for name, value in made_for.items()})
+
+
+def _tokens(made_for: dict) -> list[list[int]]:
+    from dualdeadline import corpus, models
+
+    tokenizer = models.tokenizer(made_for["model"])
+    chosen = [prompt for prompt in corpus.load(made_for["corpus"]) if prompt.split == made_for["split"]]
+    return [models.encode(tokenizer, prompt.text) for prompt in chosen[: made_for["prompts"]]]
 
 
 def _read(path: Path, made_for: dict) -> Recorded:
@@ -85,4 +98,5 @@ def _read(path: Path, made_for: dict) -> Recorded:
             raise ValueError(f"{path} was made for {said}; needed: {made_for}, made where the traces are")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     scores = {name.removeprefix("scores "): value.float() for name, value in tensors.items() if name.startswith("scores ")}
-    return Recorded(tensors["routes"].long(), tensors["prompt"], scores, made_for["horizon"])
+    ids = tuple(tuple(tensors[name].tolist()) for name in sorted(tensors) if name.startswith("ids "))
+    return Recorded(tensors["routes"].long(), tensors["prompt"], scores, made_for["horizon"], ids)

@@ -39,9 +39,9 @@ def measured(found: pd.DataFrame, sizes: Mapping[str, Mapping[str, int]], resamp
                          resamples, seed) for column, name in RATES.items()]
             out.append(_row(case, case.name, "link_bytes", "bytes", link_bytes(part, sizes[case.wire]), "measured",
                             resamples, seed))
-        out += [_row(case, f"{case.name}-{other.name}", metric, unit,
+        out += [_row(case, name, metric, unit,
                      ms[key] - ms[_key(other)] if unit == "ms" else ms[key] / ms[_key(other)], "measured", resamples, seed)
-                for metric, unit, other in _pairs(case) if _key(other) in cases]
+                for name, metric, unit, other in _pairs(case) if _key(other) in cases]
     return out
 
 
@@ -54,15 +54,15 @@ def _key(case: Case) -> str:
     return repr(case)
 
 
-def _pairs(case: Case) -> Iterable[tuple[str, str, Case]]:
+def _pairs(case: Case) -> Iterable[tuple[str, str, str, Case]]:
     """What a case is compared with, prompt by prompt."""
     if case.predictor:
-        yield "prefetch_difference_ms", "ms", case.base
-        yield "prefetch_time_ratio", "ratio", case.base
+        yield f"{case.name}-no prefetch", "prefetch_difference_ms", "ms", case.base
+        yield f"{case.name}-no prefetch", "prefetch_time_ratio", "ratio", case.base
     elif case.schedule == "staged_barrier":
-        yield "deadline_difference_ms", "ms", Case(case.slots, case.wire, "demand_serial")
+        yield "two deadlines-one deadline", "deadline_difference_ms", "ms", Case(case.slots, case.wire, "demand_serial")
         if case.wire == "coded":
-            yield "wire_time_ratio", "ratio", Case(case.slots, "raw", case.schedule)
+            yield "encoded-raw", "wire_time_ratio", "ratio", Case(case.slots, "raw", case.schedule)
 
 
 def sizes_rows(sizes: Mapping[str, Mapping[str, int]]) -> list[dict]:

@@ -1,0 +1,175 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: jupytext,kernelspec,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: python3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 09 Decode
+#
+# **Question.** What does a whole decode step cost when most experts live in host memory, inside stock transformers, with every output bit
+# equal to the resident run? One call, `offload(model, slots=32)`, moves the experts out; everything else is the user's own code.
+
+# %% tags=["parameters"]
+profile = "pilot"  # name of a file in notebooks/profiles
+model = "pilot-olmoe"  # key in data_manifests/models.yaml; its tokens are compared, its routes drive the model of real size
+corpus = "pilot"  # prompt set
+split = "test"  # split for which notebook 03 wrote scores
+measure = ["baselines", "steps"]  # what to measure where a GPU is; records of other machines are shown either way
+certified = 2  # prompts whose tokens and logits are compared bit by bit
+prompt_tokens = 32  # of each, its last ones
+new_tokens = 8  # generated for that comparison
+certified_slots = [8, 64]  # slots per layer in that comparison
+prompts = 8  # prompts whose decode steps drive the measured model
+slots = [16, 32, 48]  # slots per layer of the measured model
+predictors = ["residual_gate", "random", "oracle", "shuffled"]  # guesses: recorded scores, and controls
+budgets = [[2, 0]]  # components fetched ahead per layer, gate/up and down
+thresholds = [0.7]  # least probability of a guess
+horizon = 1  # layers ahead
+baseline_steps = 24  # decode steps of each baseline
+compile = True  # also compile the stock code around the experts
+resamples = 2000  # bootstrap resamples
+seed = 0  # of weights, order of variants and bootstrap
+
+# %%
+import torch
+from IPython.display import Markdown
+from matplotlib import pyplot as plt
+
+import dualdeadline
+from dualdeadline import models, overlap, paths, record, report
+from dualdeadline.decode import baselines, cases, certificate, recorded, study
+from dualdeadline.report import decode as shown
+
+# %%
+workspace = paths.Workspace(profile)
+parts = measure if torch.cuda.is_available() else []
+report.style()
+
+# %% [markdown]
+# **In:** the model; routes and scores of notebooks 02 and 03; on a machine without a GPU the committed records of the GPU. **Out:** the
+# certificate of this machine, and record rows of decode steps.
+
+# %%
+labels = [name for name in predictors if name not in ("oracle", "shuffled")]
+drive = study.with_controls(recorded.load(workspace, model, corpus, split, labels, horizon, prompts, seed), seed)
+variants = cases.all_cases(slots, drive.E, predictors, [tuple(budget) for budget in budgets], thresholds)
+ids = [list(row)[-prompt_tokens:] for row in drive.ids[:certified]]
+
+# %% [markdown]
+# ## One call
+#
+# The experts interface of transformers dispatches by name, so the model's code stays as it is. Routed experts go to host memory, slots in
+# the device's memory serve them, and `remove()` puts everything back.
+
+# %%
+net, tokenizer = models.load(model, experts="eager")
+backend = "cpu" if net.device.type == "cpu" else "streams"
+dualdeadline.offload(net, slots=32, kernels="torch", backend=backend)
+print(tokenizer.decode(certificate.generated(net, ids[:1], new_tokens, 1)[0][0]))
+stats = net.dualdeadline.stats()
+net.dualdeadline.remove()
+
+# %%
+{name: stats[name] for name in ("path", "hits", "misses", "bytes_demand", "bytes_useful", "bytes_wasted", "prefetch_on")}
+
+# %% [markdown]
+# ## The certificate
+#
+# Same prompts, batch one and left-padded batches, every logit of every generated token, against the resident run of the same kernels:
+# one slot per use up to all, every schedule, wrong guesses included.
+
+# %%
+names = ["demand_serial", "staged_pipelined", "component_priority"]
+settings = [dict(slots=count, schedule=name, kernels="torch", backend=backend)
+            for count, name in zip(certified_slots + certified_slots[:1], names)]
+found = certificate.certify(net, ids, settings, new_tokens, batches=(1, len(ids)))
+assert (found.logits_differ == 0).all() and (found.tokens_differ == 0).all()
+
+# %% tags=["table"]
+report.table(found.set_index(["slots", "schedule", "batch"])[["logits", "logits_differ", "tokens", "tokens_differ", "hit_rate"]],
+             "certificate", "against the resident run (this machine)", workspace)
+
+# %% tags=["nbval-check-output"]
+print(int(found.logits_differ.sum()), int(found.tokens_differ.sum()), sorted(set(found.schedule)))
+
+# %% [markdown]
+# ## Measuring on a GPU
+#
+# A stock model of OLMoE's sizes with random weights; hooks on its routers replace the chosen experts by the embedded model's recorded
+# ones, so that locality is real and the sizes are real, though not of one model. Guesses are the recorded predictor's; a predictor kernel
+# of OLMoE's width runs in every layer and is charged, its output thrown away. Before anything is timed, every variant's logits must equal
+# the resident variant's in every bit.
+
+# %%
+if "baselines" in parts:
+    overlap.record_parts("09_decode", model, workspace, baselines.stock(baseline_steps, seed))
+    overlap.record_parts("09_decode", model, workspace, baselines.accelerate(2, seed))
+
+# %%
+if "steps" in parts:
+    overlap.record_parts("09_decode", model, workspace, study.steps(drive, variants, resamples, seed, compile))
+
+# %%
+rows = record.read(workspace, "09_decode", model)
+gbps = shown.link_gbps(workspace, model)
+assert len(shown.steps(rows)), f"no measured decode steps for {model}; needed: this notebook run on a GPU"
+
+# %% [markdown]
+# ## Speed by slots
+
+# %% tags=["figure"]
+base = shown.steps(rows, "tokens_per_s")
+base = base[base.variant.isin(["no prefetch", "residual_gate"]) & (base.slots < drive.E)]
+fig, ax = plt.subplots(figsize=(6.4, 3.6))
+report.curves(base.assign(variant=base.name), "config.slots", ax)
+ax.axhline(1e3 / shown.resident_ms(rows), color="black", lw=0.8, label="everything resident")
+ax.set(xlabel="slots per layer (of 64)", ylabel="tokens/s", ylim=(0, None), title=report.title(base, "OLMoE's sizes, one token per step"))
+ax.legend()
+report.save(fig, "09_speed", workspace, base);
+
+# %% tags=["table"]
+report.table(shown.speeds(rows), "speeds", "tokens/s by slots per layer", workspace, digits=0)
+
+# %% [markdown]
+# ## How far from the floor
+#
+# Without prediction a step cannot be shorter than the resident step plus the time its bytes take on the link.
+
+# %% tags=["table"]
+report.table(shown.floors(rows, gbps), "floors", "steps without prefetch", workspace, digits=3)
+
+# %% [markdown]
+# ## What guesses change
+#
+# Against the same variant without them, prompt by prompt. `random` and `shuffled` show what wrong guesses may cost, `oracle` what right
+# ones can give one layer ahead.
+
+# %% tags=["table"]
+report.table(shown.prefetches(rows), "prefetch", "ms per step, negative is faster", workspace, digits=3)
+
+# %% [markdown]
+# ## What could be installed instead
+
+# %% tags=["table"]
+report.table(shown.baselines(rows), "baselines", "the same model, one token per step", workspace, digits=2)
+
+# %%
+Markdown(shown.answer(rows, gbps))
+
+# %% [markdown]
+# ## Limits
+#
+# Random weights under another model's routes: speed, not text. Slots start empty at each prompt, as in the replays; a server that keeps
+# them between prompts hits more. One H200 and its link. Steps are timed without sampling and stopping criteria, which `generate()` adds.
+# Energy is not measured yet.
