@@ -67,7 +67,8 @@ def _pairs(case: Case) -> Iterable[tuple[str, str, str, Case]]:
 
 def sizes_rows(sizes: Mapping[str, Mapping[str, int]]) -> list[dict]:
     """Link bytes of each component as stored."""
-    return [dict(variant=f"{wire}, {part}", metric="component_bytes", unit="bytes", kind="measured", median=size, n=1)
+    return [dict(variant=f"{wire}, {part}", metric="component_bytes", unit="bytes", kind="measured", median=size, n=1,
+                 config={})
             for wire, parts in sizes.items() for part, size in parts.items()]
 
 

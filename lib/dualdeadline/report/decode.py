@@ -65,8 +65,9 @@ def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     frame["share of the step"] = steps(rows, "prefetch_time_ratio").assign(variant=part.variant.to_numpy()).set_index(
         key)["median"] - 1
     for name in ("ahead", "useful", "wasted"):
-        frame[name] = steps(rows, f"{name}_per_token").set_index(key)["median"]
-    return frame.rename_axis(index=["guesses", "slots", "budget"]).rename(columns={"median": "ms", })
+        found = steps(rows, f"{name}_per_token")
+        frame[name] = found[found.variant.isin(part.variant)].set_index(key)["median"]
+    return frame.rename_axis(index=["guesses", "slots", "budget"]).rename(columns={"median": "ms"})
 
 
 def baselines(rows: pd.DataFrame) -> pd.DataFrame:
