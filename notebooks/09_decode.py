@@ -36,6 +36,7 @@ predictors = ["residual_gate", "random", "oracle", "shuffled"]  # guesses: recor
 budgets = [[2, 0]]  # components fetched ahead per layer, gate/up and down
 thresholds = [0.7]  # least probability of a guess
 horizon = 1  # layers ahead
+sizes = {}  # of the measured model, where they are not OLMoE-1B-7B's (fields of its config)
 baseline_steps = 24  # decode steps of each baseline
 compile = True  # also compile the stock code around the experts
 resamples = 2000  # bootstrap resamples
@@ -113,12 +114,12 @@ print(int(found.logits_differ.sum()), int(found.tokens_differ.sum()), sorted(set
 
 # %%
 if "baselines" in parts:
-    overlap.record_parts("09_decode", model, workspace, baselines.stock(baseline_steps, seed))
-    overlap.record_parts("09_decode", model, workspace, baselines.accelerate(2, seed))
+    overlap.record_parts("09_decode", model, workspace, baselines.stock(baseline_steps, seed, **sizes))
+    overlap.record_parts("09_decode", model, workspace, baselines.accelerate(2, seed, **sizes))
 
 # %%
 if "steps" in parts:
-    overlap.record_parts("09_decode", model, workspace, study.steps(drive, variants, resamples, seed, compile))
+    overlap.record_parts("09_decode", model, workspace, study.steps(drive, variants, resamples, seed, compile, **sizes))
 
 # %%
 rows = record.read(workspace, "09_decode", model)

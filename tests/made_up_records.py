@@ -7,6 +7,8 @@ import itertools
 from matplotlib import pyplot as plt
 
 from dualdeadline import paths, record, report, schedule, steps
+from dualdeadline.decode import rows as decode_rows
+from dualdeadline.decode.cases import all_cases
 from dualdeadline.overlap import Setting
 from dualdeadline.report import check
 
@@ -18,13 +20,14 @@ PREDICTORS = (
 
 
 def write(workspace) -> None:
-    """Records of stages 02, 04 to 07 and 12 whose values follow from their keys by plain arithmetic."""
+    """Records of stages 02, 04 to 09 and 12 whose values follow from their keys by plain arithmetic."""
     traces(workspace)
     evaluation(workspace)
     replay(workspace)
     kernels(workspace)
     overlap(workspace)
     wire(workspace)
+    decode(workspace)
     runs(workspace)
 
 
@@ -191,6 +194,7 @@ def overlap(workspace) -> None:
     for size in (4, 8, 16):
         keys = {"n": 50, "submission": "graph", "size_mib": size}
         rows.add("behind", "copy_ms", size / 50, "ms", "measured", **keys)
+        rows.add("behind", "copy_gbps", 50.0, "GB/s", "measured", **keys)
     rows.add("attention and router, graph", "window_ms", 0.14, "ms", "measured", n=50, layer=0)
     rows.write()
     guessed.write()
@@ -218,6 +222,23 @@ def wire(workspace) -> None:
         guessed.add("encoded-raw", "simulated_step_time_ratio", 0.8, "ratio", "simulated", 0.75, 0.85, n=12, slots=slots)
     rows.write()
     guessed.write()
+
+
+def decode(workspace) -> None:
+    rows = _recorder("09_decode", workspace, part="steps")
+    for case in all_cases((16, 32, 48), 64, ("residual_gate", "random", "oracle"), ((2, 0),), (0.7,)):
+        ms, keys = 1.5 + (64 - case.slots) / 8 + (0.1 if case.predictor else 0.0), {"n": 8, **case.config()}
+        rows.add(case.name, "step_ms", ms, "ms", "measured", ms - 0.1, ms + 0.1, **keys)
+        rows.add(case.name, "tokens_per_s", 1e3 / ms, "tokens/s", "measured", 900 / ms, 1100 / ms, **keys)
+        if case.slots < 64:
+            rows.add(case.name, "hit_rate", case.slots / 64, "share", "measured", 0.1, 0.9, **keys)
+            rows.add(case.name, "link_bytes", 5e6 * (64 - case.slots), "bytes", "measured", 4e6, 6e6, **keys)
+        for name, metric, unit, _ in decode_rows.pairs(case):
+            rows.add(name, metric, 0.9, unit, "measured", 0.8, 1.0, **keys)
+    for name in ("eager", "batched_mm", "grouped_mm", "accelerate cpu_offload"):
+        rows.add(name, "baseline_step_ms", 50.0, "ms", "measured", 45.0, 55.0, n=24, way="launched by the host", resident=True)
+    rows.add("all variants", "equal_logit_steps", 300, "steps", "measured", n=300, why="", compiled=True)
+    rows.write()
 
 
 def runs(workspace) -> None:

@@ -41,7 +41,7 @@ def measured(found: pd.DataFrame, sizes: Mapping[str, Mapping[str, int]], resamp
                             resamples, seed))
         out += [_row(case, name, metric, unit,
                      ms[key] - ms[_key(other)] if unit == "ms" else ms[key] / ms[_key(other)], "measured", resamples, seed)
-                for name, metric, unit, other in _pairs(case) if _key(other) in cases]
+                for name, metric, unit, other in pairs(case) if _key(other) in cases]
     return out
 
 
@@ -54,7 +54,7 @@ def _key(case: Case) -> str:
     return repr(case)
 
 
-def _pairs(case: Case) -> Iterable[tuple[str, str, str, Case]]:
+def pairs(case: Case) -> Iterable[tuple[str, str, str, Case]]:
     """What a case is compared with, prompt by prompt."""
     if case.predictor:
         yield f"{case.name}-no prefetch", "prefetch_difference_ms", "ms", case.base

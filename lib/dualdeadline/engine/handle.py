@@ -69,7 +69,7 @@ class Offloaded:
     def __init__(self, model: nn.Module, spec: models.MoESpec, layers: Sequence[LayerExperts], options: Options,
                  prefetch: Prefetch, why: Sequence[str], context: int, compile: bool):
         self.model, self.spec, self.layers, self.options = weakref.ref(model), spec, list(layers), options
-        guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon)
+        guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon, options.backend)
         self.why = (*why, *options.why, f"predictor: {reason}")
         self.before = layers[0].module.config._experts_implementation or "eager"
         self.installed: list = []  # with a `remove`, the last one first

@@ -83,11 +83,17 @@ def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch") -> floa
     return float(part[(part.slots == slots) & (part.variant == predictor)]["median"].max())
 
 
+def hit_rate(rows: pd.DataFrame, slots: int) -> float:
+    """Share of accesses that hit with so many slots, without prediction."""
+    part = steps(rows, "hit_rate")
+    return float(part[(part.slots == slots) & (part.variant == "no prefetch")]["median"].iloc[0])
+
+
 def by_slots(rows: pd.DataFrame, metric: str, **config) -> str:
     """A difference or ratio by slots, each with its interval."""
     part = steps(rows, metric)
     for name, value in config.items():
-        part = part[part[name if name in part else f"config.{name}"] == value]
+        part = part[part[name if name == "variant" else f"config.{name}"] == value]
     return "; ".join(f"{row.slots} slots {text.value(row.median, row.low, row.high)}"
                      for row in part.sort_values("slots").itertuples(index=False))
 
@@ -109,7 +115,7 @@ def answer(rows: pd.DataFrame, gbps: float) -> str:
     )
 
 
-def decode_steps(about: Subject) -> Table:
+def engine_steps(about: Subject) -> Table:
     """Measured decode steps of the engine by slots."""
     rows = about.rows(STAGE, ["tokens_per_s"])
     part = speeds(rows).map(lambda value: "" if pd.isna(value) else f"{value:.0f}")
@@ -118,4 +124,4 @@ def decode_steps(about: Subject) -> Table:
         "Tokens/s of the engine by slots per layer: stock transformers code of OLMoE's sizes with random weights, driven by "
         f"the embedded model's recorded routes, caches empty at each prompt (mean over prompts). {conditions(rows)}."
     )
-    return Table("decode_steps", caption, part.rename_axis("variant").reset_index(), rows, wide=True)
+    return Table("engine_steps", caption, part.rename_axis("variant").reset_index(), rows, wide=True)

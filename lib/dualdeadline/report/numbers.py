@@ -8,7 +8,7 @@ import pandas as pd
 
 from dualdeadline import manifest, schedule
 from dualdeadline.overlap import Setting
-from dualdeadline.report import kernels, latex, overlap, published, routing, runtime, text, verdicts, wire
+from dualdeadline.report import decode, kernels, latex, overlap, published, routing, runtime, text, verdicts, wire
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
 
@@ -36,6 +36,7 @@ def every(about: Subject) -> list[Number]:
         *_blocks(about),
         *_deadlines(about),
         *_wire(about),
+        *_engine(about),
         *_verdicts(about),
         *_run(about),
         _commit(about),
@@ -181,6 +182,35 @@ def _wire(about: Subject) -> list[Number]:
         "wire_window_ms": f"{share.window_ms['gate_up', 'raw']:.3f}",
         "wire_step_ratios": wire.ratios(rows, "measured"),
         "wire_step_simulated": wire.ratios(rows, "simulated"),
+    }
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _engine(about: Subject) -> list[Number]:
+    """Tokens/s of the engine, its distance from the floor, and what deadlines, wire format and guesses change."""
+    kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "deadline_difference_ms", "wire_time_ratio",
+             "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms", "equal_logit_steps"]
+    rows = about.rows(decode.STAGE, kinds)
+    counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
+    ratio = decode.floors(rows, decode.link_gbps(about.workspace, about.model))["ratio"]
+    raw = ratio[ratio.index.get_level_values("name").str.startswith("raw, two")]
+    coded = ratio[ratio.index.get_level_values("name").str.startswith("coded, two")]
+    said = {
+        "engine_resident": f"{decode.best(rows, counts[-1]):.0f}",
+        "engine_speeds": ", ".join(f"{decode.best(rows, count):.0f} at {count}" for count in counts[:-1]),
+        "engine_hits": ", ".join(f"{decode.hit_rate(rows, count):.3f}" for count in counts[:-1]),
+        "engine_guided": decode.by_slots(rows, "prefetch_time_ratio", variant="residual_gate-no prefetch"),
+        "engine_oracle": decode.by_slots(rows, "prefetch_time_ratio", variant="oracle-no prefetch"),
+        "engine_random": decode.by_slots(rows, "prefetch_time_ratio", variant="random-no prefetch"),
+        "engine_deadlines": decode.by_slots(rows, "deadline_difference_ms", wire="raw"),
+        "engine_deadlines_coded": decode.by_slots(rows, "deadline_difference_ms", wire="coded"),
+        "engine_wire": decode.by_slots(rows, "wire_time_ratio"),
+        "engine_floor_raw": f"{raw.min():.2f} to {raw.max():.2f}",
+        "engine_floor_coded": f"{coded.min():.2f} to {coded.max():.2f}",
+        "engine_stock": f"{other.iloc[:3].max():.0f}",
+        "engine_stock_graph": f"{other[other.index != 'accelerate cpu_offload'].max():.0f}",
+        "engine_accelerate": f"{other['accelerate cpu_offload']:.1f}" if "accelerate cpu_offload" in other else "–",
+        "engine_equal_steps": text.count(int(rows[rows.metric == "equal_logit_steps"]["median"].sum())),
     }
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 

@@ -6,6 +6,7 @@ import pandas as pd
 
 from dualdeadline import paths, record
 from dualdeadline.report import latex, routing, text, verdicts
+from dualdeadline.report.decode import engine_steps
 from dualdeadline.report.kernels import kernels
 from dualdeadline.report.overlap import blocks, decode_steps, validation
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
@@ -99,6 +100,7 @@ TABLES = {
     made.__name__: made
     for made in (traces, recall, horizons, generalisation, domains, misses, prediction)
     + (caches, prefetch, replay, credit, kernels, blocks, validation, decode_steps, wire_designs, wire_blocks)
+    + (engine_steps,)
     + (training, hypotheses, sources)
 }
 

@@ -24,6 +24,8 @@ STAGES = {
                    "records, figures"),
     "08_wire": ("How few bytes can an expert be, and what does that change?", "a GPU, or its records; weights",
                 "records, figures"),
+    "09_decode": ("What does a whole decode step cost with experts in host memory?",
+                  "a GPU, or its records; routes, scores", "certificate, records, figures"),
     "12_paper": (
         "Does all that is said follow from records?",
         "records, figures",
