@@ -126,18 +126,22 @@ rows = record.read(workspace, "09_decode", model)
 gbps = shown.link_gbps(workspace, model)
 assert len(shown.steps(rows)), f"no measured decode steps for {model}; needed: this notebook run on a GPU"
 
+# %% tags=["nbval-check-output"]
+print(sorted(set(shown.steps(rows).slots)), sorted(set(rows.variant[rows.metric == "baseline_step_ms"])))
+
 # %% [markdown]
 # ## Speed by slots
 
 # %% tags=["figure"]
-base = shown.steps(rows, "tokens_per_s")
-base = base[base.variant.isin(["no prefetch", "residual_gate"]) & (base.slots < drive.E)]
-fig, ax = plt.subplots(figsize=(6.4, 3.6))
-report.curves(base.assign(variant=base.name), "config.slots", ax)
-ax.axhline(1e3 / shown.resident_ms(rows), color="black", lw=0.8, label="everything resident")
-ax.set(xlabel="slots per layer (of 64)", ylabel="tokens/s", ylim=(0, None), title=report.title(base, "OLMoE's sizes, one token per step"))
-ax.legend()
-report.save(fig, "09_speed", workspace, base);
+speed, guesses = shown.plain(rows), shown.steps(rows, "prefetch_time_ratio")
+fig, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
+report.curves(speed, "config.slots", axes[0])
+axes[0].axhline(1e3 / shown.resident_ms(rows), color="black", lw=0.8, label="everything resident")
+axes[0].set(xlabel="slots per layer (of 64)", ylabel="tokens/s", ylim=(0, None), title=report.title(speed, "No prefetch"))
+report.curves(guesses.assign(variant=guesses.variant.str.removesuffix("-no prefetch")), "config.slots", axes[1])
+axes[1].set(xlabel="slots per layer (of 64)", ylabel="step, with over without guesses", title=report.title(guesses, "Guesses"))
+[ax.legend() for ax in axes]
+report.save(fig, "09_speed", workspace, shown.steps(rows, "tokens_per_s"));
 
 # %% tags=["table"]
 report.table(shown.speeds(rows), "speeds", "tokens/s by slots per layer", workspace, digits=0)

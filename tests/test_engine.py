@@ -68,8 +68,10 @@ def test_every_family_is_bitwise_the_eager_run(family):
     same(run(model, ids), wanted)
 
 
-@pytest.mark.parametrize("name", schedule.NAMES)
-@pytest.mark.parametrize("slots", [1, 2, 5, {"gate_up": 2, "down": 8}, {"gate_up": 8, "down": 1}], ids=str)
+@pytest.mark.parametrize("name, slots", [
+    *((name, 2) for name in schedule.NAMES), ("demand_pipelined", 1), ("component_priority", 5),
+    ("staged_pipelined", {"gate_up": 2, "down": 8}), ("staged_barrier", {"gate_up": 8, "down": 1}),
+], ids=str)
 def test_every_schedule_and_cache(olmoe, name, slots):
     wanted = run(olmoe, text())
     offloaded(olmoe, slots, schedule=name)

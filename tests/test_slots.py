@@ -339,7 +339,7 @@ def step(draw, host, mine, states, N, K, budget, warps):
 
 
 @interpreted
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_kernel_does_what_the_rules_say(seed):
     draw = random.Random(seed)
     L, E, slots = draw.randint(1, 3), draw.randint(1, 24), (draw.randint(1, 14), draw.randint(1, 14))
@@ -440,7 +440,7 @@ def records(values, bits):
 
 
 @interpreted
-@pytest.mark.parametrize("bits, programs", [(3, None), (2, 1), (3, 5)])
+@pytest.mark.parametrize("bits, programs", [(2, 1), (3, 5)])
 def test_kernel_programs_that_share_all_blocks_decode_the_same_bits(bits, programs):
     rows, tensors, raw = records(3 * wire.BLOCK + 8, bits)
     assert raw == [False, False, True, False]

@@ -10,15 +10,14 @@ Units stand in names: `_ms` milliseconds, `_bytes` bytes, `_gbps` 1e9 bytes per 
 A gated expert is `down(silu(gate x) * up x)`; its components are gate/up `[2F, H]` and down `[H, F]`.
 """
 
+import importlib
+
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
     """`offload` and `plan`, imported when they are first asked for: transformers takes seconds."""
-    if name == "offload":
-        from dualdeadline.engine import offload as found
-    elif name == "plan":
-        from dualdeadline.planning import plan as found
-    else:
+    homes = {"offload": "dualdeadline.engine", "plan": "dualdeadline.planning"}
+    if name not in homes:
         raise AttributeError(f"module 'dualdeadline' has no attribute {name!r}")
-    return found
+    return getattr(importlib.import_module(homes[name]), name)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
-UNITS = {"B": 1, "kB": 1000, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
-         **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)}}
+UNITS = {
+    "B": 1,
+    "kB": 1000,
+    **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
+    **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)},
+}
 
 
 def parse_bytes(size: int | str) -> int:

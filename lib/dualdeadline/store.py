@@ -63,8 +63,11 @@ class HostStore:
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error):
             self.pinned, self.why_not = False, f"host memory cannot be pinned (cudaHostRegister: {error})"
-            warnings.warn(f"{self.why_not}; copies are slower and do not overlap; needed: `ulimit -l` of at least "
-                          f"the experts' size", stacklevel=2)
+            warnings.warn(
+                f"{self.why_not}; copies are slower and do not overlap; needed: `ulimit -l` of at least "
+                f"the experts' size",
+                stacklevel=2,
+            )
         else:
             self._registered.append(tensor)
         return tensor

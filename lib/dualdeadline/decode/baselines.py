@@ -15,7 +15,7 @@ WARMUP = 4
 
 
 def stock(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[dict]]]:
-    """Everything resident: each experts implementation of transformers, then the fastest ones in a graph, compiled too."""
+    """Everything resident: transformers' experts implementations, then the fastest in a graph, compiled too."""
     model = big.build("cuda", seed=seed, **sizes)
     for name in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(name)
@@ -31,7 +31,7 @@ def stock(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[dict]]
 
 
 def accelerate(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[dict]]]:
-    """accelerate's `cpu_offload`: every module's weights cross the link when it runs. Nothing where it is not installed."""
+    """accelerate's `cpu_offload`: weights cross the link when their module runs. Nothing if not installed."""
     try:
         from accelerate import cpu_offload
     except ImportError:
@@ -39,7 +39,9 @@ def accelerate(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[d
     model = big.build("cuda", seed=seed, **sizes).cpu()
     model.set_experts_implementation("batched_mm")
     cpu_offload(model, torch.device("cuda"))
-    found = baseline("accelerate cpu_offload", _times(model, steps, warmup=1), way="launched by the host", resident=False)
+    found = baseline(
+        "accelerate cpu_offload", _times(model, steps, warmup=1), way="launched by the host", resident=False
+    )
     yield "baseline, accelerate", [found]
 
 

@@ -57,13 +57,31 @@ class Variants:
         banks: slots by their number per layer, shared by variants: each run begins with nothing in them.
     """
 
-    def __init__(self, model, recorded: Recorded, wire: str, cases: Sequence[Case], banks: dict, seed: int = 0,
-                 compile: bool = False, device=None):
+    def __init__(
+        self,
+        model,
+        recorded: Recorded,
+        wire: str,
+        cases: Sequence[Case],
+        banks: dict,
+        seed: int = 0,
+        compile: bool = False,
+        device=None,
+    ):
         self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), banks
         spec = models.describe(model)
         first = min(case.slots for case in cases)
-        engine.offload(model, slots=first, wire=wire, backend="graph", kernels="fused", predictor=None, context=CONTEXT,
-                       compile=compile, device=device)
+        engine.offload(
+            model,
+            slots=first,
+            wire=wire,
+            backend="graph",
+            kernels="fused",
+            predictor=None,
+            context=CONTEXT,
+            compile=compile,
+            device=device,
+        )
         self.handle, self.device = model.dualdeadline, model.dualdeadline.options.device
         self.handle.captured.keep = len(cases) + 1
         self.spec, self.caches, self.devices = spec, {}, {}
@@ -82,16 +100,34 @@ class Variants:
         tables = cache.SlotTables(spec.L, spec.E, (case.slots, case.slots), self.device)
         guide = None
         if case.predictor:
-            guide = Charged(_Guesses(self.driver, self.recorded.scores[case.predictor], self.device), kernel,
-                            self.recorded.horizon, spec.L)
-        return DeviceDriven(handle.layers, handle.store, self.banks[case.slots], tables, case.schedule, guide,
-                            case.budget, case.threshold, cache.control(BREAK_EVEN, self.device))
+            guide = Charged(
+                _Guesses(self.driver, self.recorded.scores[case.predictor], self.device),
+                kernel,
+                self.recorded.horizon,
+                spec.L,
+            )
+        return DeviceDriven(
+            handle.layers,
+            handle.store,
+            self.banks[case.slots],
+            tables,
+            case.schedule,
+            guide,
+            case.budget,
+            case.threshold,
+            cache.control(BREAK_EVEN, self.device),
+        )
 
     def _slots(self, count: int) -> dict[str, list[Tensor]]:
         """Slots of every layer; filled where every expert has one."""
         handle = self.handle
-        found = {part: [torch.zeros(count, *layer.shapes[part], dtype=layer.dtype, device=self.device)
-                        for layer in handle.layers] for part in COMPONENTS}
+        found = {
+            part: [
+                torch.zeros(count, *layer.shapes[part], dtype=layer.dtype, device=self.device)
+                for layer in handle.layers
+            ]
+            for part in COMPONENTS
+        }
         if count >= self.spec.E:
             for part in COMPONENTS:
                 for layer in handle.layers:
@@ -105,7 +141,9 @@ class Variants:
         from transformers import StaticCache
 
         held = StaticCache(config=self.model.config, max_cache_len=CONTEXT)
-        ids = torch.randint(1, self.model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        ids = torch.randint(
+            1, self.model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(seed)
+        ).to(self.device)
         self.model(ids, past_key_values=held, use_cache=True)
         return held
 

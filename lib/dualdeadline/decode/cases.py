@@ -40,12 +40,21 @@ class Case:
         return Case(self.slots, self.wire, self.schedule)
 
 
-def all_cases(slots: Sequence[int], E: int, predictors: Sequence[str], budgets: Sequence[tuple[int, int]],
-              thresholds: Sequence[float]) -> list[Case]:
+def all_cases(
+    slots: Sequence[int],
+    E: int,
+    predictors: Sequence[str],
+    budgets: Sequence[tuple[int, int]],
+    thresholds: Sequence[float],
+) -> list[Case]:
     """Resident; both wires and both numbers of deadlines at every number of slots; guesses on the faster wire."""
     found = [Case(E, "raw")]
     for count in slots:
         found += [Case(count, wire, name) for wire in ("raw", "coded") for name in ("demand_serial", "staged_barrier")]
-        found += [Case(count, "coded", "staged_barrier", label, tuple(budget), threshold)
-                  for label in predictors for budget in budgets for threshold in thresholds]
+        found += [
+            Case(count, "coded", "staged_barrier", label, tuple(budget), threshold)
+            for label in predictors
+            for budget in budgets
+            for threshold in thresholds
+        ]
     return found

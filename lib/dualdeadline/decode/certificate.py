@@ -20,15 +20,29 @@ def generated(model, ids: Sequence[Sequence[int]], new_tokens: int, batch: int, 
         rows = torch.tensor([[0] * (width - len(row)) + list(row) for row in part], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=model.device)
         with torch.inference_mode():
-            out = model.generate(rows, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-                                 do_sample=False, output_logits=True, return_dict_in_generate=True, **options)
+            out = model.generate(
+                rows,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **options,
+            )
         tokens.append(out.sequences[:, width:].cpu())
         logits.append(torch.stack(out.logits, 1).cpu())
     return torch.cat(tokens), torch.cat(logits)
 
 
-def certify(model, ids: Sequence[Sequence[int]], settings: Iterable[Mapping], new_tokens: int = 16,
-            batches: Sequence[int] = (1, 3), **options) -> pd.DataFrame:
+def certify(
+    model,
+    ids: Sequence[Sequence[int]],
+    settings: Iterable[Mapping],
+    new_tokens: int = 16,
+    batches: Sequence[int] = (1, 3),
+    **options,
+) -> pd.DataFrame:
     """Run every setting of `offload` on the same prompts and compare all bits with the resident run.
 
     Args:
@@ -46,10 +60,18 @@ def certify(model, ids: Sequence[Sequence[int]], settings: Iterable[Mapping], ne
             for batch, (tokens, logits) in wanted.items():
                 got = generated(model, ids, new_tokens, batch, **options)
                 stats = model.dualdeadline.stats()
-                found.append({name: str(value) for name, value in setting.items()} | {
-                    "batch": batch, "logits": logits.numel(), "logits_differ": int((got[1] != logits).sum()),
-                    "tokens": tokens.numel(), "tokens_differ": int((got[0] != tokens).sum()),
-                    "hit_rate": stats["hit_rate"], "path": stats["path"]})
+                found.append(
+                    {name: str(value) for name, value in setting.items()}
+                    | {
+                        "batch": batch,
+                        "logits": logits.numel(),
+                        "logits_differ": int((got[1] != logits).sum()),
+                        "tokens": tokens.numel(),
+                        "tokens_differ": int((got[0] != tokens).sum()),
+                        "hit_rate": stats["hit_rate"],
+                        "path": stats["path"],
+                    }
+                )
         finally:
             model.dualdeadline.remove()
     return pd.DataFrame(found)

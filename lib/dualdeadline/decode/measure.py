@@ -46,8 +46,10 @@ def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0) -> pd
             ms = _timed(group, case, span.stop - span.start)
             after = group.counts(case)
             counts = {name: after[name] - before[name] for name in after}
-            found.append({"case": case, "prompt": prompt, "ms": ms / (span.stop - span.start),
-                          "steps": span.stop - span.start} | counts)
+            found.append(
+                {"case": case, "prompt": prompt, "ms": ms / (span.stop - span.start), "steps": span.stop - span.start}
+                | counts
+            )
     return pd.DataFrame(found)
 
 

@@ -48,8 +48,9 @@ def controls(routes: Tensor, E: int, seed: int) -> dict[str, Tensor]:
     return {"oracle": oracle, "shuffled": oracle[order]}
 
 
-def load(workspace: paths.Workspace, model: str, corpus: str, split: str, labels, horizon: int, prompts: int,
-         seed: int) -> Recorded:
+def load(
+    workspace: paths.Workspace, model: str, corpus: str, split: str, labels, horizon: int, prompts: int, seed: int
+) -> Recorded:
     """The decode steps of the first `prompts` prompts of a split, their tokens, and what some predictors said at them.
 
     Kept in `<workspace>/decode.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
@@ -58,7 +59,9 @@ def load(workspace: paths.Workspace, model: str, corpus: str, split: str, labels
         FileNotFoundError: neither traces nor that file. ValueError: the file was made for something else.
     """
     path = workspace.base / NAME
-    made_for = dict(model=model, corpus=corpus, split=split, labels=",".join(labels), horizon=horizon, prompts=prompts, seed=seed)
+    made_for = dict(
+        model=model, corpus=corpus, split=split, labels=",".join(labels), horizon=horizon, prompts=prompts, seed=seed
+    )
     if (workspace.traces / corpus).exists():
         _make(path, workspace, made_for, labels)
     return _read(paths.need(path, "02_traces"), made_for)
@@ -97,6 +100,8 @@ def _read(path: Path, made_for: dict) -> Recorded:
         if said != made_for:
             raise ValueError(f"{path} was made for {said}; needed: {made_for}, made where the traces are")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    scores = {name.removeprefix("scores "): value.float() for name, value in tensors.items() if name.startswith("scores ")}
+    scores = {
+        name.removeprefix("scores "): value.float() for name, value in tensors.items() if name.startswith("scores ")
+    }
     ids = tuple(tuple(tensors[name].tolist()) for name in sorted(tensors) if name.startswith("ids "))
     return Recorded(tensors["routes"].long(), tensors["prompt"], scores, made_for["horizon"], ids)

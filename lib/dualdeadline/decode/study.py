@@ -17,17 +17,37 @@ def with_controls(recorded: Recorded, seed: int) -> Recorded:
     return replace(recorded, scores=recorded.scores | own)
 
 
-def steps(recorded: Recorded, cases: Sequence[Case], resamples: int, seed: int, compile: bool = True, device=None,
-          **sizes) -> Iterator[tuple[str, list[dict]]]:
+def steps(
+    recorded: Recorded, cases: Sequence[Case], resamples: int, seed: int, compile: bool = True, device=None, **sizes
+) -> Iterator[tuple[str, list[dict]]]:
     """Every case on a model of OLMoE's sizes (or `sizes`), one interleaved run; rows as (part, rows)."""
     banks: dict = {}
-    groups = [big.Variants(big.build(device or "cuda", seed=seed, **sizes), recorded, wire,
-                           [case for case in cases if case.wire == wire], banks, seed, compile, device)
-              for wire in dict.fromkeys(case.wire for case in cases)]
+    groups = [
+        big.Variants(
+            big.build(device or "cuda", seed=seed, **sizes),
+            recorded,
+            wire,
+            [case for case in cases if case.wire == wire],
+            banks,
+            seed,
+            compile,
+            device,
+        )
+        for wire in dict.fromkeys(case.wire for case in cases)
+    ]
     stored = {group.cases[0].wire: {part: group.handle.store.bytes(part) for part in COMPONENTS} for group in groups}
     yield "sizes", rows.sizes_rows(stored)
     compared = measure.check(groups, recorded.spans[0].start)
-    yield "check", [dict(variant="all variants", metric="equal_logit_steps", unit="steps", kind="measured", n=compared,
-                         median=compared, config={"why": "; ".join(groups[0].handle.why), "compiled": compile})]
+    yield "check", [
+        dict(
+            variant="all variants",
+            metric="equal_logit_steps",
+            unit="steps",
+            kind="measured",
+            n=compared,
+            median=compared,
+            config={"why": "; ".join(groups[0].handle.why), "compiled": compile},
+        )
+    ]
     found = measure.run(groups, recorded.spans, seed)
     yield "steps", rows.measured(found, stored, resamples, seed)

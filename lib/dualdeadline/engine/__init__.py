@@ -1,11 +1,11 @@
 """Exact offloaded decode in stock transformers.
 
-    offload(model, slots=32) -> the same model; its routed experts live in host memory now
-    model.dualdeadline.stats(), .remove()
-    surgery.py     takes experts out of a model     options.py   what may be chosen, and what auto means
-    hosted.py      layers whose routes the host reads, by a named schedule
-    device.py      layers that the device runs alone  captured.py whole decode steps as one CUDA graph
-    guide.py       a predictor's guesses             driven.py   routes from elsewhere, to measure with
+offload(model, slots=32) -> the same model; its routed experts live in host memory now
+model.dualdeadline.stats(), .remove()
+surgery.py     takes experts out of a model     options.py   what may be chosen, and what auto means
+hosted.py      layers whose routes the host reads, by a named schedule
+device.py      layers that the device runs alone  captured.py whole decode steps as one CUDA graph
+guide.py       a predictor's guesses             driven.py   routes from elsewhere, to measure with
 """
 
 from __future__ import annotations
@@ -20,10 +20,26 @@ from dualdeadline.engine.surgery import NAME, find
 __all__ = ["Offloaded", "offload"]
 
 
-def offload(model: nn.Module, slots=None, vram=None, schedule: str = "auto", predictor="auto", wire: str = "auto",
-            tier: str = "pinned", backend: str = "auto", kernels: str = "auto", ssd_path=None, *, horizon: int = 1,
-            budget=(2, 0), threshold: float = 0.5, context: int = 4096, batch: int = 1, device=None,
-            compile: bool = False) -> nn.Module:
+def offload(
+    model: nn.Module,
+    slots=None,
+    vram=None,
+    schedule: str = "auto",
+    predictor="auto",
+    wire: str = "auto",
+    tier: str = "pinned",
+    backend: str = "auto",
+    kernels: str = "auto",
+    ssd_path=None,
+    *,
+    horizon: int = 1,
+    budget=(2, 0),
+    threshold: float = 0.5,
+    context: int = 4096,
+    batch: int = 1,
+    device=None,
+    compile: bool = False,
+) -> nn.Module:
     """Move a model's routed experts to host memory and serve them from slots; outputs stay those of the same kernels.
 
     Args:
@@ -75,7 +91,9 @@ def _planned(model: nn.Module, vram, context: int, batch: int, device) -> tuple[
 def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Our entry in transformers' experts interface."""
     if torch.compiler.is_compiling():
-        return torch.ops.dualdeadline.experts(hidden, ids, weights, module._dualdeadline_key, module._dualdeadline_layer)
+        return torch.ops.dualdeadline.experts(
+            hidden, ids, weights, module._dualdeadline_key, module._dualdeadline_layer
+        )
     return module._dualdeadline.layer(module._dualdeadline_layer, hidden, ids, weights)
 
 

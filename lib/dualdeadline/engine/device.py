@@ -36,9 +36,18 @@ class DeviceDriven:
             while gate/up computes. budget, threshold, control: of `kernels.slots.admit`.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], store: HostStore, banks: Mapping[str, Sequence[Tensor]],
-                 tables, schedule: str, guide=None, budget=(0, 0), threshold: float = 0.5,
-                 control: Tensor | None = None):
+    def __init__(
+        self,
+        layers: Sequence[LayerExperts],
+        store: HostStore,
+        banks: Mapping[str, Sequence[Tensor]],
+        tables,
+        schedule: str,
+        guide=None,
+        budget=(0, 0),
+        threshold: float = 0.5,
+        control: Tensor | None = None,
+    ):
         self.layers, self.store, self.banks, self.tables = layers, store, banks, tables
         self.two_deadlines, self.guide = schedule == "staged_barrier", guide
         self.budget, self.threshold, self.control = tuple(budget), threshold, control
@@ -69,8 +78,10 @@ class DeviceDriven:
         found = self._buffers(ids)
         self._join(1)
         kernel.lookup(self.tables, number, ids.contiguous(), found)
-        ready = [self._on_link(lambda part=part, index=index: self._fetch(number, part, index, found))
-                 for index, part in enumerate(COMPONENTS)]
+        ready = [
+            self._on_link(lambda part=part, index=index: self._fetch(number, part, index, found))
+            for index, part in enumerate(COMPONENTS)
+        ]
         self._guess(number, hidden, ids)
         slots = [found.slots[index] for index in range(len(COMPONENTS))]
         self._wait(ready[0] if self.two_deadlines else ready[1])
@@ -92,11 +103,20 @@ class DeviceDriven:
         """Bring the listed experts of one component from host memory into their slots."""
         source, bank = self.store.sources[part][number], self.banks[part][number]
         if self.store.coded:
-            wire_kernel.decode(source, bank, found.source[index], found.dest[index], found.count[index : index + 1],
-                               BITS, DECODE_PROGRAMS, spread=True)
+            wire_kernel.decode(
+                source,
+                bank,
+                found.source[index],
+                found.dest[index],
+                found.count[index : index + 1],
+                BITS,
+                DECODE_PROGRAMS,
+                spread=True,
+            )
         else:
-            fetch.fetch(source, bank, found.source[index], found.dest[index], found.count[index : index + 1],
-                        FETCH_PROGRAMS)
+            fetch.fetch(
+                source, bank, found.source[index], found.dest[index], found.count[index : index + 1], FETCH_PROGRAMS
+            )
 
     def _guess(self, number: int, hidden: Tensor, ids: Tensor) -> None:
         """Predict, admit and fetch ahead for a later layer, beside the products of this one."""

@@ -31,8 +31,13 @@ class Driven:
         ValueError: wrong shapes or dtypes, ids out of range or repeated within a token, scores that are NaN.
     """
 
-    def __init__(self, spec: MoESpec, routes: torch.Tensor, weights: torch.Tensor | None = None,
-                 scores: torch.Tensor | None = None):
+    def __init__(
+        self,
+        spec: MoESpec,
+        routes: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ):
         routes = torch.as_tensor(routes)
         _check(spec, routes, weights, scores)
         device = spec.layers[0].router.weight.device
@@ -47,8 +52,10 @@ class Driven:
         self._tokens = 1  # per row, of the forward that runs
         self._handles = []
         for number, layer in enumerate(spec.layers):
-            self._handles += [layer.decoder.register_forward_pre_hook(self._on_layer, with_kwargs=True),
-                              layer.router.register_forward_hook(self._on_router(number))]
+            self._handles += [
+                layer.decoder.register_forward_pre_hook(self._on_layer, with_kwargs=True),
+                layer.router.register_forward_hook(self._on_router(number)),
+            ]
 
     def rewind(self, step: int = 0) -> None:
         """Let the next forward use the routes of token `step`."""
@@ -108,8 +115,9 @@ def _by_layer(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _check(spec: MoESpec, routes: torch.Tensor, weights, scores) -> None:
     if routes.dim() != 3 or routes.shape[1:] != (spec.L, spec.K) or not len(routes) or routes.is_floating_point():
-        raise ValueError(f"routes are {routes.dtype} {list(routes.shape)}; "
-                         f"needed: integers [T >= 1, {spec.L}, {spec.K}]")
+        raise ValueError(
+            f"routes are {routes.dtype} {list(routes.shape)}; " f"needed: integers [T >= 1, {spec.L}, {spec.K}]"
+        )
     low, high = int(routes.min()), int(routes.max())
     if low < 0 or high >= spec.E:
         raise ValueError(f"routes hold ids {low} to {high}; needed: 0 to {spec.E - 1}")
@@ -117,8 +125,10 @@ def _check(spec: MoESpec, routes: torch.Tensor, weights, scores) -> None:
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1).nonzero()
     if len(repeated):
         token, layer = repeated[0].tolist()
-        raise ValueError(f"routes of token {token}, layer {layer} are {routes[token, layer].tolist()}; "
-                         f"needed: {spec.K} different experts")
+        raise ValueError(
+            f"routes of token {token}, layer {layer} are {routes[token, layer].tolist()}; "
+            f"needed: {spec.K} different experts"
+        )
     for name, value, last in (("weights", weights, spec.K), ("scores", scores, spec.E)):
         if value is None:
             continue

@@ -52,8 +52,10 @@ def resolve(predictor, spec: models.MoESpec, horizon: int, backend: str) -> tupl
         return untrained(spec, horizon), "gate-ahead as asked for, not calibrated"
     if isinstance(predictor, str):
         known = f"known: {', '.join(sorted(REGISTRY))}"
-        raise ValueError(f"predictor is {predictor!r}; needed: None, 'auto', 'gate_ahead', or a fitted predictor object "
-                         f"(every other kind is fitted on a trace first; {known})")
+        raise ValueError(
+            f"predictor is {predictor!r}; needed: None, 'auto', 'gate_ahead', or a fitted predictor object "
+            f"(every other kind is fitted on a trace first; {known})"
+        )
     if isinstance(predictor, Predictor):
         predictor._fitted()
         wrong = [name for name in ("L", "E", "K", "H") if getattr(predictor, name) != getattr(spec, name)]
@@ -61,8 +63,10 @@ def resolve(predictor, spec: models.MoESpec, horizon: int, backend: str) -> tupl
             got = {name: getattr(predictor, name) for name in wrong}
             raise ValueError(f"the predictor was fitted for {got}; needed: {({n: getattr(spec, n) for n in wrong})}")
     elif not callable(predictor) or (getattr(predictor, "on_device", False) and not hasattr(predictor, "horizon")):
-        raise ValueError(f"predictor is {type(predictor).__name__}; needed: a Predictor, or a callable "
-                         "(layer, hidden[N,H], ids[N,K]) -> probabilities[N,E] or None")
+        raise ValueError(
+            f"predictor is {type(predictor).__name__}; needed: a Predictor, or a callable "
+            "(layer, hidden[N,H], ids[N,K]) -> probabilities[N,E] or None"
+        )
     return predictor, f"{getattr(predictor, 'name', type(predictor).__name__)} as given"
 
 

@@ -57,8 +57,10 @@ class Prefetch:
 
     def __post_init__(self):
         if len(self.budget) != 2 or min(self.budget) < 0 or max(self.budget) < 1 or not 0 <= self.threshold <= 1:
-            raise ValueError(f"budget is {self.budget}, threshold {self.threshold}; needed: two counts from 0, one above "
-                             "0, and a probability")
+            raise ValueError(
+                f"budget is {self.budget}, threshold {self.threshold}; needed: two counts from 0, one above "
+                "0, and a probability"
+            )
         if not 1 <= self.horizon <= MAX_HORIZON:
             raise ValueError(f"horizon is {self.horizon}; needed: 1 to {MAX_HORIZON} layers")
 
@@ -66,8 +68,17 @@ class Prefetch:
 class Offloaded:
     """A model's offloaded experts; made by `offload`, found as `model.dualdeadline`."""
 
-    def __init__(self, model: nn.Module, spec: models.MoESpec, layers: Sequence[LayerExperts], options: Options,
-                 prefetch: Prefetch, why: Sequence[str], context: int, compile: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: models.MoESpec,
+        layers: Sequence[LayerExperts],
+        options: Options,
+        prefetch: Prefetch,
+        why: Sequence[str],
+        context: int,
+        compile: bool,
+    ):
         self.model, self.spec, self.layers, self.options = weakref.ref(model), spec, list(layers), options
         guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon, options.backend)
         self.why = (*why, *options.why, f"predictor: {reason}")
@@ -85,8 +96,12 @@ class Offloaded:
     def _build(self, guess, prefetch: Prefetch) -> None:
         """Slots, tables, lanes and guides."""
         device, slots = self.options.device, self.options.slots
-        self.banks = {part: [torch.zeros(slots[part], *layer.shapes[part], dtype=layer.dtype, device=device)
-                             for layer in self.layers] for part in COMPONENTS}
+        self.banks = {
+            part: [
+                torch.zeros(slots[part], *layer.shapes[part], dtype=layer.dtype, device=device) for layer in self.layers
+            ]
+            for part in COMPONENTS
+        }
         self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
         self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
@@ -97,8 +112,16 @@ class Offloaded:
         if self.options.backend == "graph":
             guess = self._for_graph(guess, prefetch)
         self.guide = guides.Guide(guess, self.spec, prefetch, cache.control(BREAK_EVEN)) if guess else None
-        self.hosted = Hosted(self.layers, self.store, self.banks, self.tables, lanes, self.options.schedule,
-                             self.options.kernels, self.guide)
+        self.hosted = Hosted(
+            self.layers,
+            self.store,
+            self.banks,
+            self.tables,
+            lanes,
+            self.options.schedule,
+            self.options.kernels,
+            self.guide,
+        )
 
     def _fill(self) -> None:
         """Every expert fits: each into the slot of its own number, once and for all."""
@@ -116,8 +139,16 @@ class Offloaded:
             raise ValueError(f"{self.store.why_not}; needed: pinned memory for backend 'graph', or backend 'streams'")
         self.newer = "host"
         self.device = DeviceDriven(
-            self.layers, self.store, self.banks, self.tables.to(self.options.device), self.options.schedule, found,
-            prefetch.budget, prefetch.threshold, cache.control(BREAK_EVEN, self.options.device))
+            self.layers,
+            self.store,
+            self.banks,
+            self.tables.to(self.options.device),
+            self.options.schedule,
+            found,
+            prefetch.budget,
+            prefetch.threshold,
+            cache.control(BREAK_EVEN, self.options.device),
+        )
         return None
 
     def _install(self, model: nn.Module, context: int, compile: bool) -> None:
@@ -150,10 +181,14 @@ class Offloaded:
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H] of one layer's routed experts, as transformers' dispatch asks for it."""
         if self.layers[number].module.training:
-            raise RuntimeError("the model is in training mode; needed: model.eval(), offloaded experts have no gradients")
+            raise RuntimeError(
+                "the model is in training mode; needed: model.eval(), offloaded experts have no gradients"
+            )
         if hidden.device.type != self.options.device.type:
-            raise RuntimeError(f"tokens are on {hidden.device}, slots on {self.options.device}; needed: the model where "
-                               "`offload` put it")
+            raise RuntimeError(
+                f"tokens are on {hidden.device}, slots on {self.options.device}; needed: the model where "
+                "`offload` put it"
+            )
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
             return _Exact.apply(hidden, weights, lambda: self._run(number, hidden, ids, weights))
         return self._run(number, hidden, ids, weights)
@@ -178,12 +213,20 @@ class Offloaded:
         guide = self.device.guide if self.device is not None else self.guide
         found = self.telemetry.counts(tables.counts())
         return found | {
-            "path": self.telemetry.path, "paths": dict(self.telemetry.paths), "forwards": self.telemetry.forwards,
-            "path_reason": self.telemetry.reason, "hit_rate_optimum": self.telemetry.optimum(),
-            "prefetch_on": self._prefetches(guide), "prefetch_reason": getattr(guide, "failed", "") or self.why[-1],
-            "slots": dict(self.options.slots), "schedule": self.options.schedule, "kernels": self.options.kernels,
-            "wire": "coded" if self.options.coded else "raw", "backend": self.options.backend,
-            "host_bytes": self.store.nbytes, "why": self.why,
+            "path": self.telemetry.path,
+            "paths": dict(self.telemetry.paths),
+            "forwards": self.telemetry.forwards,
+            "path_reason": self.telemetry.reason,
+            "hit_rate_optimum": self.telemetry.optimum(),
+            "prefetch_on": self._prefetches(guide),
+            "prefetch_reason": getattr(guide, "failed", "") or self.why[-1],
+            "slots": dict(self.options.slots),
+            "schedule": self.options.schedule,
+            "kernels": self.options.kernels,
+            "wire": "coded" if self.options.coded else "raw",
+            "backend": self.options.backend,
+            "host_bytes": self.store.nbytes,
+            "why": self.why,
         }
 
     def _prefetches(self, guide) -> bool:

@@ -43,8 +43,17 @@ class Hosted:
         guide: gives guesses for a later layer (or None).
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], store: HostStore, banks: Mapping[str, Sequence[Tensor]],
-                 tables: cache.SlotTables, lanes, name: str, kernels: str, guide=None):
+    def __init__(
+        self,
+        layers: Sequence[LayerExperts],
+        store: HostStore,
+        banks: Mapping[str, Sequence[Tensor]],
+        tables: cache.SlotTables,
+        lanes,
+        name: str,
+        kernels: str,
+        guide=None,
+    ):
         self.layers, self.store, self.banks, self.tables = layers, store, banks, tables
         self.lanes, self.name, self.kernels, self.guide = lanes, name, kernels, guide
         self.arriving: dict[tuple[int, int, str], Mark] = {}
@@ -100,7 +109,9 @@ class Hosted:
         """What is present first, so that no wave evicts what a later one has; each as large as the smaller bank."""
         C = min(len(self.banks[part][number]) for part in COMPONENTS)
         there = [self.tables.present(number, index) for index in range(len(COMPONENTS))]
-        first = sorted(chosen, key=lambda expert: -sum(expert in found for found in there)) if len(chosen) > C else chosen
+        first = (
+            sorted(chosen, key=lambda expert: -sum(expert in found for found in there)) if len(chosen) > C else chosen
+        )
         for begin in range(0, len(first), C):
             yield first[begin : begin + C]
 
@@ -131,7 +142,8 @@ class Hosted:
             count = int(found.count[index])
             for expert, slot in zip(found.source[index, :count].tolist(), found.dest[index, :count].tolist()):
                 self.arriving[target, expert, part] = self.lanes.copy(
-                    lambda p=part, e=expert, s=slot: self.bring(target, p, e, s), ())
+                    lambda p=part, e=expert, s=slot: self.bring(target, p, e, s), ()
+                )
 
     def _settle_guesses(self, number: int, chosen: Sequence[int]) -> None:
         """The router has spoken: what it did not choose and has not begun to cross is cancelled."""

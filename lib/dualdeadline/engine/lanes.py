@@ -11,7 +11,7 @@ from dualdeadline.streams.lanes import CudaLanes, Mark
 
 
 class CallerLanes:
-    """Without a GPU: one thread copies, and the calling thread computes at once, in its own grad and thread settings."""
+    """Without a GPU: one thread copies, the calling thread computes at once, in its own grad and thread settings."""
 
     committed = 1
 

@@ -20,7 +20,6 @@ IN_GRAPH = ("demand_serial", "staged_barrier")  # schedules of the graph backend
 SCHEDULE = "demand_pipelined"  # no named schedule makes a measured decode step shorter (notebook 07)
 
 
-
 @dataclass(frozen=True)
 class Options:
     """Choices of `offload` after checking; `why` says what `auto` chose and the reason."""
@@ -50,15 +49,25 @@ def count_slots(slots, E: int) -> dict[str, int]:
     """
     found = dict(slots) if isinstance(slots, Mapping) else {part: slots for part in COMPONENTS}
     good = set(found) == set(COMPONENTS) and all(
-        isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in found.values())
+        isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in found.values()
+    )
     if not good:
-        raise ValueError(f"slots is {slots!r}; needed: a whole number of at least 1, or a dict of such numbers for "
-                         f"{' and '.join(COMPONENTS)}")
+        raise ValueError(
+            f"slots is {slots!r}; needed: a whole number of at least 1, or a dict of such numbers for "
+            f"{' and '.join(COMPONENTS)}"
+        )
     return {part: min(count, E) for part, count in found.items()}
 
 
-def choose(layers: Sequence[LayerExperts], slots: Mapping[str, int], schedule: str, wire: str, backend: str,
-           kernels: str, device) -> Options:
+def choose(
+    layers: Sequence[LayerExperts],
+    slots: Mapping[str, int],
+    schedule: str,
+    wire: str,
+    backend: str,
+    kernels: str,
+    device,
+) -> Options:
     """Check all choices together and fill in what is `auto`.
 
     Raises:
@@ -80,20 +89,30 @@ def choose(layers: Sequence[LayerExperts], slots: Mapping[str, int], schedule: s
 
 def _schedule(schedule: str, backend: str, why: list[str]) -> str:
     if backend == "graph" and schedule not in ("auto", *IN_GRAPH):
-        raise ValueError(f"schedule is {schedule!r} with backend 'graph'; needed: {' or '.join(IN_GRAPH)}, since one "
-                         "launch computes all experts of a layer, or backend 'streams'")
+        raise ValueError(
+            f"schedule is {schedule!r} with backend 'graph'; needed: {' or '.join(IN_GRAPH)}, since one "
+            "launch computes all experts of a layer, or backend 'streams'"
+        )
     if schedule == "auto":
         schedule = IN_GRAPH[-1] if backend == "graph" else SCHEDULE
-        why.append(f"schedule {schedule}: " + ("down crosses while gate/up computes, at no launch more"
-                                               if backend == "graph" else "none makes a host-launched step shorter"))
+        why.append(
+            f"schedule {schedule}: "
+            + (
+                "down crosses while gate/up computes, at no launch more"
+                if backend == "graph"
+                else "none makes a host-launched step shorter"
+            )
+        )
     return schedule
 
 
 def _backend(backend: str, device: torch.device, why: list[str]) -> str:
     tried = triton_kernels.INTERPRETED and backend == "graph"  # the device's kernels in Triton's interpreter
     if (backend == "cpu") == (device.type == "cuda") and backend != "auto" and not tried:
-        raise ValueError(f"backend is {backend!r}, the device is {device}; needed: 'cpu' on a CPU, "
-                         "'streams' or 'graph' on a CUDA device")
+        raise ValueError(
+            f"backend is {backend!r}, the device is {device}; needed: 'cpu' on a CPU, "
+            "'streams' or 'graph' on a CUDA device"
+        )
     if backend != "auto":
         return backend
     if device.type != "cuda":
@@ -119,13 +138,20 @@ def _kernels(kernels: str, layers: Sequence[LayerExperts], backend: str, device,
 def _coded(wire: str, layers: Sequence[LayerExperts], backend: str, why: list[str]) -> bool:
     shrinks = all(layer.dtype == torch.bfloat16 for layer in layers)
     if wire == "coded" and not shrinks:
-        raise ValueError(f"wire is 'coded' and experts are {layers[0].dtype}; needed: bfloat16, other dtypes do not shrink")
+        raise ValueError(
+            f"wire is 'coded' and experts are {layers[0].dtype}; needed: bfloat16, other dtypes do not shrink"
+        )
     if wire != "auto":
         return wire == "coded"
     coded = shrinks and backend == "graph"
-    reason = "a third fewer bytes over the link" if coded else "nothing to gain without a link" if backend == "cpu" else (
-        "host-launched steps lose what fewer bytes save" if shrinks else "only bfloat16 shrinks")
+    reason = (
+        "a third fewer bytes over the link"
+        if coded
+        else (
+            "nothing to gain without a link"
+            if backend == "cpu"
+            else ("host-launched steps lose what fewer bytes save" if shrinks else "only bfloat16 shrinks")
+        )
+    )
     why.append(f"wire {'coded' if coded else 'raw'}: {reason}")
     return coded
-
-

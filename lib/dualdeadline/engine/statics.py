@@ -1,4 +1,4 @@
-"""Static caches as a captured decode step sees them: what may be captured, where a cache's tensors are, whose they are."""
+"""Static caches as a captured step sees them: what may be captured, where a cache's tensors are, whose they are."""
 
 from __future__ import annotations
 

@@ -114,5 +114,3 @@ def fits_fused(layer: LayerExperts) -> str | None:
 def reference_output(layer: LayerExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Output of a layer's own eager code while it still has its weights, for tests."""
     return type(layer.module).forward.__wrapped__(layer.module, x, ids, weights)
-
-

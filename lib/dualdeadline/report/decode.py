@@ -19,9 +19,11 @@ def steps(rows: pd.DataFrame, metric: str = "step_ms") -> pd.DataFrame:
     if part.empty:
         return part
     names = [
-        f"{wire}, {WORDS[name]}" + ("" if variant.startswith(("no prefetch", "two", "encoded")) else f", {variant} {budget}")
-        for wire, name, variant, budget in zip(part["config.wire"], part["config.schedule"], part.variant,
-                                               part["config.budget"])
+        f"{wire}, {WORDS[name]}"
+        + ("" if variant.startswith(("no prefetch", "two", "encoded")) else f", {variant} {budget}")
+        for wire, name, variant, budget in zip(
+            part["config.wire"], part["config.schedule"], part.variant, part["config.budget"]
+        )
     ]
     return part.assign(name=names, slots=part["config.slots"].astype(int))
 
@@ -36,6 +38,13 @@ def speeds(rows: pd.DataFrame, metric: str = "tokens_per_s") -> pd.DataFrame:
     """Tokens/s (or another metric) by variant and slots, the resident run in a column of its own."""
     wide = steps(rows, metric).pivot_table(index="name", columns="slots", values="median", sort=False)
     return wide.sort_index(axis=1).rename_axis(index="variant")
+
+
+def plain(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tokens/s without guesses and with experts outside, by wire: the two ends of what was measured."""
+    part = steps(rows, "tokens_per_s")
+    ends = part.name.isin(["raw, one deadline", "coded, two deadlines"]) & (part.slots < part.slots.max())
+    return part[ends].assign(variant=part.name)
 
 
 def link_gbps(workspace: paths.Workspace, model: str) -> float:
@@ -62,8 +71,9 @@ def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     part = part.assign(variant=part.variant.str.removesuffix("-no prefetch"))
     key = ["variant", "slots", "config.budget"]
     frame = part.set_index(key)[["median", "low", "high"]]
-    frame["share of the step"] = steps(rows, "prefetch_time_ratio").assign(variant=part.variant.to_numpy()).set_index(
-        key)["median"] - 1
+    frame["share of the step"] = (
+        steps(rows, "prefetch_time_ratio").assign(variant=part.variant.to_numpy()).set_index(key)["median"] - 1
+    )
     for name in ("ahead", "useful", "wasted"):
         found = steps(rows, f"{name}_per_token")
         frame[name] = found[found.variant.isin(part.variant)].set_index(key)["median"]
@@ -74,7 +84,9 @@ def baselines(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps of what could be installed instead, on the same model."""
     part = rows[rows.metric == "baseline_step_ms"]
     frame = part.assign(tokens_per_s=1e3 / part["median"])[["variant", "config.way", "median", "tokens_per_s"]]
-    return frame.rename(columns={"config.way": "how", "median": "step, ms", "tokens_per_s": "tokens/s"}).set_index("variant")
+    return frame.rename(columns={"config.way": "how", "median": "step, ms", "tokens_per_s": "tokens/s"}).set_index(
+        "variant"
+    )
 
 
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch") -> float:
@@ -94,8 +106,10 @@ def by_slots(rows: pd.DataFrame, metric: str, **config) -> str:
     part = steps(rows, metric)
     for name, value in config.items():
         part = part[part[name if name == "variant" else f"config.{name}"] == value]
-    return "; ".join(f"{row.slots} slots {text.value(row.median, row.low, row.high)}"
-                     for row in part.sort_values("slots").itertuples(index=False))
+    return "; ".join(
+        f"{row.slots} slots {text.value(row.median, row.low, row.high)}"
+        for row in part.sort_values("slots").itertuples(index=False)
+    )
 
 
 def answer(rows: pd.DataFrame, gbps: float) -> str:
@@ -111,7 +125,7 @@ def answer(rows: pd.DataFrame, gbps: float) -> str:
         f"resident; with the predictor's guesses {ahead}. Without prediction a step takes {ratio.min():.2f} to "
         f"{ratio.max():.2f} times the resident step plus the link time of its bytes ({gbps:.1f} GB/s). Two deadlines "
         f"change an encoded step by {by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
-        f"{by_slots(rows, 'wire_time_ratio')}. Model of OLMoE's sizes with random weights under the embedded model's routes."
+        f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )
 
 
@@ -121,7 +135,7 @@ def engine_steps(about: Subject) -> Table:
     part = speeds(rows).map(lambda value: "" if pd.isna(value) else f"{value:.0f}")
     part.columns = [str(column) for column in part.columns]
     caption = (
-        "Tokens/s of the engine by slots per layer: stock transformers code of OLMoE's sizes with random weights, driven by "
-        f"the embedded model's recorded routes, caches empty at each prompt (mean over prompts). {conditions(rows)}."
+        "Tokens/s of the engine by slots per layer: stock transformers code of OLMoE's sizes, random weights, driven "
+        f"by the embedded model's recorded routes, caches empty at each prompt (mean over prompts). {conditions(rows)}."
     )
     return Table("engine_steps", caption, part.rename_axis("variant").reset_index(), rows, wide=True)
