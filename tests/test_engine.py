@@ -238,7 +238,8 @@ def test_backward_is_refused_and_forward_with_gradients_is_not(olmoe):
     ({"wire": "coded"}, "bfloat16"), ({"wire": "zip"}, "raw"), ({"backend": "graph"}, "on a CPU"),
     ({"backend": "gpu"}, "streams"), ({"kernels": "fused"}, "needed: kernels 'torch'"), ({"kernels": "fast"}, "torch"),
     ({"tier": "ssd"}, "pinned"), ({"predictor": "popularity"}, "fitted"), ({"predictor": 3}, "callable"),
-    ({"budget": (0, 0)}, "budget"), ({"horizon": 9}, "horizon"), ({"compile": True}, "graph"), ({"device": "cuda"}, "needed"),
+    ({"budget": (0, 0)}, "budget"), ({"budget": 3}, "budget"), ({"budget": (1.5, 0)}, "whole numbers"),
+    ({"horizon": "1"}, "whole number"), ({"threshold": "x"}, "probability"), ({"context": -3}, "context"), ({"device": "meta"}, "torch sees"), ({"horizon": 9}, "horizon"), ({"compile": True}, "graph"), ({"device": "cuda"}, "torch sees"),
 ])
 def test_wrong_choices_are_named_and_leave_the_model_alone(olmoe, options, words):
     wanted = run(olmoe, text(), 2)
@@ -294,3 +295,112 @@ def test_host_memory_is_not_doubled():
     offloaded(model)
     assert [source.data_ptr() for source in model.dualdeadline.store.sources["down"]] == places
     assert surgery.NAME == models.describe(model).layers[0].experts.config._experts_implementation
+
+
+def test_threads_take_turns(olmoe):
+    wanted, found, ids = run(olmoe, text()), [], text()
+    offloaded(olmoe, 3)
+    threads = [threading.Thread(target=lambda: found.append(run(olmoe, ids))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for one in found:
+        same(one, wanted)
+
+
+def test_other_models_with_the_same_config_stay_as_they_are(olmoe):
+    torch.manual_seed(0)
+    other = transformers.AutoModelForCausalLM.from_config(olmoe.config).eval()
+    assert other.config is olmoe.config
+    wanted = run(other, text(), 2)
+    offloaded(olmoe)
+    same(run(other, text(), 2), wanted)
+    offloaded(other)
+    olmoe.dualdeadline.remove()
+    same(run(other, text(), 2), wanted)
+    assert olmoe.config._experts_implementation == "eager"
+    other.dualdeadline.remove()
+
+
+def test_another_experts_implementation_asked_for_later_changes_nothing(olmoe):
+    wanted = run(olmoe, text(), 2)
+    offloaded(olmoe)
+    olmoe.set_experts_implementation("grouped_mm")
+    same(run(olmoe, text(), 2), wanted)
+    olmoe.set_experts_implementation("eager")
+
+
+def test_parameters_come_back_as_they_were(olmoe):
+    before = dict(olmoe.named_parameters())
+    wanted = {name: value.requires_grad for name, value in before.items()}
+    with torch.inference_mode():
+        offloaded(olmoe)
+        olmoe.dualdeadline.remove()
+    after = dict(olmoe.named_parameters())
+    assert {name: value.requires_grad for name, value in after.items()} == wanted
+    assert all(after[name] is value and not value.is_inference() for name, value in before.items())
+
+
+def test_an_old_handle_does_nothing_more(olmoe):
+    offloaded(olmoe)
+    old = olmoe.dualdeadline
+    old.remove()
+    offloaded(olmoe)
+    old.remove()
+    assert olmoe.dualdeadline is not old
+
+
+def test_a_predictor_gets_copies_and_random_numbers_of_its_own():
+    model, ids = build("qwen2_moe"), text()
+
+    def sampled():
+        torch.manual_seed(5)
+        return run(model, ids, do_sample=True)
+
+    def spoils(number, hidden, routes):
+        torch.rand(3)
+        routes.zero_()
+        return hidden.zero_()[:, :1].float().expand(-1, 8)
+
+    wanted = sampled()
+    offloaded(model, predictor=spoils)
+    same(sampled(), wanted)
+
+
+def test_an_interruption_while_waiting_leaves_no_wrong_slot(olmoe, monkeypatch):
+    wanted = run(olmoe, text())
+    offloaded(olmoe, 3)
+    settle, wave = type(olmoe.dualdeadline.hosted.lanes).settle, hosted.Hosted._wave
+
+    def interrupted(self, *args):
+        raise KeyboardInterrupt
+
+    def late(self, number, *args):
+        wave(self, number, *args)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(olmoe.dualdeadline.hosted.lanes), "settle", interrupted)
+    monkeypatch.setattr(hosted.Hosted, "_wave", late)
+    with pytest.raises(KeyboardInterrupt):
+        run(olmoe, text())
+    monkeypatch.setattr(type(olmoe.dualdeadline.hosted.lanes), "settle", settle)
+    monkeypatch.setattr(hosted.Hosted, "_wave", wave)
+    same(run(olmoe, text()), wanted)
+
+
+def test_reasons_are_those_that_hold(olmoe):
+    offloaded(olmoe, 8)
+    run(olmoe, text(), 2)
+    counts = olmoe.dualdeadline.stats()
+    assert not counts["prefetch_on"] and "nothing to guess" in counts["prefetch_reason"]
+    olmoe.dualdeadline.remove()
+    offloaded(olmoe, 3, predictor=lambda number, hidden, ids: torch.zeros(len(hidden), 8).scatter_(1, 7 - ids.long(), 1.0),
+              budget=(3, 3))
+    run(olmoe, text(1, 4), 60)
+    counts = olmoe.dualdeadline.stats()
+    assert counts["prefetch_on"] or "live precision" in counts["prefetch_reason"]
+    assert counts["hits"] + counts["misses"] == counts["hits_down"] + counts["misses_down"]
+    assert counts["misses"] >= max(counts["misses_gate_up"], counts["misses_down"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class HostStore:
         self.layers, self.coded, self.pinned, self.why_not = list(layers), coded, pinned, ""
         self.sources: dict[str, list[Tensor]] = {part: [] for part in COMPONENTS}
         self._registered: list[Tensor] = []
+        self._release = weakref.finalize(self, _unregister, self._registered)  # also without `unpin`
         self.devices: list[torch.device] = []
         try:
             for layer in self.layers:
@@ -113,9 +115,12 @@ class HostStore:
 
     def unpin(self) -> None:
         """Release the pinned pages; nothing may read them any more."""
-        for tensor in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._registered.clear()
+        _unregister(self._registered)
+
+
+def _unregister(registered: list[Tensor]) -> None:
+    while registered:
+        torch.cuda.cudart().cudaHostUnregister(registered.pop().data_ptr())
 
 
 def _records(weights: Tensor) -> Tensor:

@@ -43,22 +43,25 @@ class Telemetry:
                 self._routes.append(np.stack(self._step))
 
     def optimum(self) -> float | None:
-        """Hit rate of Belady's policy on the remembered routes with as many slots; None without routes."""
+        """Hit rate of Belady's policy, from empty slots, on the routes of forwards of one token that the host saw."""
         if not self._routes:
             return None
         routes, slots = np.stack(self._routes), min(self.slots.values())
         return float(cache.hit_rate(routes, slots, "belady", order="token").mean())
 
-    def counts(self, found: Mapping[str, int]) -> dict:
+    def counts(self, found: Mapping[str, int], misses: int) -> dict:
         """Counters of `cache.slots.SlotTables.counts` in bytes and in the words of `stats`.
 
-        An access is one distinct (layer, expert) of a forward; it hits if both components are there, so with two
-        banks at least as many miss as in the one that misses more.
+        An access is one distinct (layer, expert) of a forward; it hits if both components are there. `misses` counts
+        that where the host looks up. Inside a graph each bank counts its own, and `misses` is that of the bank that
+        misses more: exact unless guesses or unequal banks make them miss different experts. With all experts in
+        slots a graph looks nothing up and counts nothing.
         """
         out = {f"{name}_{part}": found[f"{name}_{part}"] for name in ("hits", "misses") for part in COMPONENTS}
-        out["hits"] = min(found[f"hits_{part}"] for part in COMPONENTS)
-        out["misses"] = max(found[f"misses_{part}"] for part in COMPONENTS)
-        accesses = out["hits"] + out["misses"]
+        accesses = found["hits_gate_up"] + found["misses_gate_up"]
+        most = max(found[f"misses_{part}"] for part in COMPONENTS)
+        out["misses"] = max(most, misses)
+        out["hits"] = accesses - out["misses"]
         out["hit_rate"] = out["hits"] / accesses if accesses else None
         out["bytes_demand"] = sum(found[f"misses_{part}"] * self.sizes[part] for part in COMPONENTS)
         for name, column in (("bytes_ahead", "fetched_ahead"), ("bytes_useful", "useful"), ("bytes_wasted", "wasted")):

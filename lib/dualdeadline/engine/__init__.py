@@ -10,10 +10,13 @@ guide.py       a predictor's guesses             driven.py   routes from elsewhe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from dualdeadline.engine.handle import Offloaded, Prefetch, run_layer
+from dualdeadline.engine.guide import Prefetch
+from dualdeadline.engine.handle import Offloaded, run_layer
 from dualdeadline.engine.options import TIERS, choose, count_slots
 from dualdeadline.engine.surgery import NAME, find
 
@@ -59,6 +62,47 @@ def offload(
     Raises:
         ValueError: choices or a model that do not fit, by name; the model is as it was then.
     """
+    with torch.inference_mode(False), torch.no_grad():
+        return _offload(
+            model,
+            slots,
+            vram,
+            schedule,
+            predictor,
+            wire,
+            tier,
+            backend,
+            kernels,
+            ssd_path,
+            horizon,
+            budget,
+            threshold,
+            context,
+            batch,
+            device,
+            compile,
+        )
+
+
+def _offload(
+    model,
+    slots,
+    vram,
+    schedule,
+    predictor,
+    wire,
+    tier,
+    backend,
+    kernels,
+    ssd_path,
+    horizon,
+    budget,
+    threshold,
+    context,
+    batch,
+    device,
+    compile,
+) -> nn.Module:
     if tier not in TIERS or ssd_path is not None:
         raise ValueError(f"tier is {tier!r}, ssd_path {ssd_path!r}; needed: tier 'pinned' without a path")
     if (slots is None) == (vram is None):
@@ -66,26 +110,29 @@ def offload(
     spec, layers = find(model)
     why: tuple[str, ...] = ()
     if vram is not None:
-        slots, why = _planned(model, vram, context, batch, device)
+        slots, why = _planned(model, vram, context, batch, device, backend)
     chosen = choose(layers, count_slots(slots, spec.E), schedule, wire, backend, kernels, device)
     if compile and chosen.backend != "graph":
         raise ValueError(f"compile with backend {chosen.backend!r}; needed: backend 'graph'")
-    prefetch = Prefetch(predictor, horizon, tuple(budget), threshold)
+    for name, value in (("context", context), ("batch", batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; needed: a whole number above 0")
+    prefetch = Prefetch(predictor, horizon, tuple(budget) if isinstance(budget, Sequence) else (budget,), threshold)
     handle = Offloaded(model, spec, layers, chosen, prefetch, why, context, compile)
     model.dualdeadline = handle
     return model
 
 
-def _planned(model: nn.Module, vram, context: int, batch: int, device) -> tuple[int, tuple[str, ...]]:
+def _planned(model: nn.Module, vram, context: int, batch: int, device, backend: str) -> tuple[int, tuple[str, ...]]:
     """Slots for a memory limit, and the plan's reasons; what planning itself took is free again."""
     from dualdeadline.planning import plan
 
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")).type
     found = plan(model, vram, context=context, batch=batch, device=kind)
     if kind == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return found.slots, found.why
+    return found.slots, tuple(f"plan: {line}" for line in found.why)
 
 
 def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -93,6 +140,11 @@ def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Te
     if torch.compiler.is_compiling():
         return torch.ops.dualdeadline.experts(
             hidden, ids, weights, module._dualdeadline_key, module._dualdeadline_layer
+        )
+    if not hasattr(module, "_dualdeadline"):
+        raise RuntimeError(
+            "this model's experts are not offloaded, or were given back while a forward ran; needed: "
+            "dualdeadline.offload, or another experts implementation"
         )
     return module._dualdeadline.layer(module._dualdeadline_layer, hidden, ids, weights)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 
+from dualdeadline.engine.compiled import Compiled
 from dualdeadline.engine.statics import Home, Places, flat, nested, obstacle, rolling, unfit
 
 MOST_ROWS = 8  # above it the fused experts hand over to a grouped path that is not captured
-RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
 _CACHE_NAMES = ("past_key_values", "cache")  # the second since transformers 5.24
 
 
@@ -39,7 +40,9 @@ def prefer_static(model, context: int | None) -> Settings:
 
     While it is set, transformers refuses a `generate()` call that also passes a cache object of its own.
     """
-    config = model.generation_config
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return Settings(model)
     if config.cache_implementation is not None:
         return Settings(config)
     return Settings(config, cache_implementation="static", max_cache_len=config.max_cache_len or context)
@@ -92,16 +95,21 @@ class CapturedForward:
         self._before, self._original = model.__dict__.get("forward"), model.forward
         self._config, self._anchor = vars(model.config.get_text_config()), next(model.parameters())
         self._names = list(inspect.signature(self._original).parameters)
-        self._compiled = _Compiled(self._original, self._tell) if compile else None
+        self._compiled = Compiled(self._original, self._tell) if compile else None
         self._places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._steps: OrderedDict[tuple, _Step] = OrderedDict()
         self._refused: dict[tuple, str] = {}
         self._pool = None
-        self._settings = Settings(model.generation_config, disable_compile=True)
+        generation = getattr(model, "generation_config", None)  # a model without a head has none
+        self._settings = Settings(generation, disable_compile=True) if generation else Settings(self)
+        lock = threading.RLock()  # buffers and graphs are one set: a second thread waits for its turn
 
         @functools.wraps(self._original)
         def forward(*args, **kwargs):
-            return (self._original if torch.compiler.is_compiling() else self._forward)(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return self._original(*args, **kwargs)
+            with lock:
+                return self._forward(*args, **kwargs)
 
         self._installed = model.forward = forward
 
@@ -175,7 +183,9 @@ class CapturedForward:
     def _key(self, given: dict) -> tuple:
         names = (self._config.get(f"_{kind}_implementation_internal") for kind in ("attn", "experts"))
         inputs = ((path, *((v.shape, v.dtype) if isinstance(v, torch.Tensor) else (v,))) for path, v in given.items())
-        return torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self._anchor.device.type), *names, *inputs
+        device = self._anchor.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return torch.is_inference_mode_enabled(), autocast, *names, *inputs
 
     def _find(self, key: tuple, places: Places, cache) -> _Step | None:
         """The step for a key and a cache; the cache moves to kept tensors if there are free ones of its sizes."""
@@ -265,33 +275,3 @@ class CapturedForward:
                   for name, value in output.items()}
         known = (isinstance(value, torch.Tensor | str) for value in fields.values())
         return fields if all(known) else None
-
-
-class _Compiled:
-    """`torch.compile`'s version of a forward, without CUDA graphs of its own; calls return None if there is none."""
-
-    def __init__(self, forward: Callable, tell: Callable[[str, str], None]):
-        self._tell, self._told = tell, False
-        self._ways = [(how, torch.compile(forward, fullgraph=how == "whole", dynamic=False,
-                                          options={"triton.cudagraphs": False})) for how in ("whole", "in parts")]
-
-    def __call__(self, call: dict[str, Any]):
-        from torch import _dynamo
-
-        while self._ways:
-            how, forward = self._ways[0]
-            try:  # in parts, what does not compile runs as it is; an error here comes before anything has run
-                with _dynamo.config.patch(recompile_limit=RECOMPILES, suppress_errors=how == "in parts"):
-                    output = forward(**call)
-            except _dynamo.exc.TorchDynamoException as error:
-                self._ways.pop(0)
-                problem = f"not compiled {how}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                self._tell("compile", problem)
-                if not self._ways:
-                    warnings.warn(f"decode steps run uncompiled; {problem}", stacklevel=6)
-                continue
-            if not self._told:
-                self._tell("compile", f"compiled {how}")
-            self._told = True
-            return output
-        return None

@@ -54,16 +54,23 @@ class DeviceDriven:
         self.cuda = tables.slot_of.device.type == "cuda"
         self.E = layers[0].E
         self.resident = all(len(banks[part][0]) >= self.E for part in COMPONENTS)
-        self.streams = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
+        self.filled, self.failed = self.resident, ""  # whether every expert lies in the slot of its own number
+        self.streams = [torch.cuda.Stream(tables.device) for _ in range(2)] if self.cuda else []
         self.forked: set[int] = set()  # streams with work that nothing has waited for
         self.keep: tuple = ()  # what the guide still reads while the products run
         self.found: dict[int, object] = {}
         self.ahead = None
 
+    def capturing(self) -> bool:
+        """Whether what is launched now is recorded, not run."""
+        return self.cuda and torch.cuda.is_current_stream_capturing()
+
     def takes(self, tokens: int, top_k: int) -> str | None:
         """Why a forward of so many tokens has to go by the host, or None."""
         if tokens > experts.MAX_TOKENS:
             return f"{tokens} tokens in a forward, the device takes up to {experts.MAX_TOKENS}"
+        if self.resident and not self.filled:
+            return "slots are filled again after an error"
         least = min(len(self.banks[part][0]) for part in COMPONENTS)
         if not self.resident and tokens * top_k > least:
             return f"{tokens * top_k} experts may be in use at once, there are {least} slots"
@@ -124,7 +131,7 @@ class DeviceDriven:
             return
         target, self.keep = number + self.guide.horizon, (hidden, ids)
         with self._beside(1):
-            guessed = self.guide(number, hidden, ids)
+            guessed = self._ask(number, hidden, ids)
             if guessed is None or target >= len(self.layers):
                 return
             if self.ahead is None:
@@ -136,6 +143,14 @@ class DeviceDriven:
                 with self._stream(0):
                     self._fetch(target, part, index, self.ahead)
         self._after(0, 1)  # the lists may not change before they were read
+
+    def _ask(self, number: int, hidden: Tensor, ids: Tensor):
+        """The guide's answer; one that fails is switched off."""
+        try:
+            return self.guide(number, hidden, ids)
+        except Exception as error:
+            self.guide, self.failed = None, f"the predictor failed: {error}"
+            return None
 
     # streams: 0 link, 1 guide; on a CPU everything runs in turn
 

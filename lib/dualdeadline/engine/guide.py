@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from dualdeadline import models
 from dualdeadline.cache import slots as cache
 from dualdeadline.predictors import REGISTRY
-from dualdeadline.predictors.base import Predictor
+from dualdeadline.predictors.base import MAX_HORIZON, Predictor
 from dualdeadline.predictors.gate_ahead import GateAhead
 
 GUESSES = 8  # of a token that prefetch looks at
@@ -70,6 +72,33 @@ def resolve(predictor, spec: models.MoESpec, horizon: int, backend: str) -> tupl
     return predictor, f"{getattr(predictor, 'name', type(predictor).__name__)} as given"
 
 
+@dataclass(frozen=True)
+class Prefetch:
+    """What was asked for: predictor, layers ahead, components per layer (gate_up, down), least probability."""
+
+    predictor: object
+    horizon: int
+    budget: tuple[int, int]
+    threshold: float
+
+    def __post_init__(self):
+        numbers = [*self.budget, self.horizon, self.threshold]
+        if any(isinstance(value, bool) or not isinstance(value, Real) for value in numbers) or any(
+            value != int(value) for value in numbers[:-1]
+        ):
+            raise ValueError(
+                f"budget is {self.budget}, horizon {self.horizon!r}, threshold {self.threshold!r}; needed: "
+                "whole numbers (gate_up, down), a whole number and a probability"
+            )
+        if len(self.budget) != 2 or min(self.budget) < 0 or max(self.budget) < 1 or not 0 <= self.threshold <= 1:
+            raise ValueError(
+                f"budget is {self.budget}, threshold {self.threshold}; needed: two counts from 0, one above "
+                "0, and a probability"
+            )
+        if not 1 <= self.horizon <= MAX_HORIZON:
+            raise ValueError(f"horizon is {self.horizon}; needed: 1 to {MAX_HORIZON} layers")
+
+
 class Guide:
     """Guesses for layer `number + horizon`, and their admission into slots.
 
@@ -80,18 +109,18 @@ class Guide:
     A predictor that fails is switched off, with the reason in `failed`: a guess changes time, never results.
     """
 
-    def __init__(self, predictor, spec: models.MoESpec, prefetch, control: Tensor):
+    def __init__(self, predictor, spec: models.MoESpec, prefetch: Prefetch, control: Tensor):
         self.spec, self.budget, self.threshold, self.control = spec, prefetch.budget, prefetch.threshold, control
         self.horizon = predictor.horizon if isinstance(predictor, Predictor) else prefetch.horizon
         self.step: Callable | None = predictor.online() if isinstance(predictor, Predictor) else predictor
-        self.failed = ""
+        self.foreign, self.failed = not isinstance(predictor, Predictor), ""
 
     def after(self, number: int, hidden: Tensor, ids: Tensor) -> tuple[int, Tensor, Tensor] | None:
         """(target layer, ids [N,G], probabilities [N,G]) by falling probability, on the CPU; None without a guess."""
         if self.step is None or self.horizon == 0:
             return None
         try:
-            chances = self.step(number, hidden, ids)
+            chances = self._ask(number, hidden, ids)
             if chances is None or number + self.horizon >= self.spec.L:
                 return None
             chances = torch.as_tensor(chances).detach().float().cpu()
@@ -103,6 +132,13 @@ class Guide:
         except Exception as error:
             self.failed, self.step = f"the predictor failed: {error}", None
             return None
+
+    def _ask(self, number: int, hidden: Tensor, ids: Tensor):
+        """The predictor's answer; a foreign one gets copies, and random numbers of its own."""
+        if not self.foreign:
+            return self.step(number, hidden, ids)
+        with torch.random.fork_rng(devices=[]):
+            return self.step(number, hidden.detach().clone(), ids.clone())
 
     def admit(self, tables, target: int, names: Tensor, chances: Tensor):
         """Slots for what is worth fetching ahead; see `cache.slots.admit`."""

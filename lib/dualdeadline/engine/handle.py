@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,7 @@ from dualdeadline.engine.device import DeviceDriven
 from dualdeadline.engine.hosted import Hosted
 from dualdeadline.engine.lanes import CallerLanes, StreamLanes
 from dualdeadline.engine.options import Options
-from dualdeadline.engine.surgery import NAME, LayerExperts
-from dualdeadline.predictors.base import MAX_HORIZON
+from dualdeadline.engine.surgery import NAME, LayerExperts, move
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import HostStore
 from dualdeadline.telemetry import Telemetry
@@ -46,25 +46,6 @@ class _Exact(torch.autograd.Function):
         raise RuntimeError("backward through offloaded experts; needed: model.dualdeadline.remove() before training")
 
 
-@dataclass(frozen=True)
-class Prefetch:
-    """What was asked for: predictor, layers ahead, components per layer (gate_up, down), least probability."""
-
-    predictor: object
-    horizon: int
-    budget: tuple[int, int]
-    threshold: float
-
-    def __post_init__(self):
-        if len(self.budget) != 2 or min(self.budget) < 0 or max(self.budget) < 1 or not 0 <= self.threshold <= 1:
-            raise ValueError(
-                f"budget is {self.budget}, threshold {self.threshold}; needed: two counts from 0, one above "
-                "0, and a probability"
-            )
-        if not 1 <= self.horizon <= MAX_HORIZON:
-            raise ValueError(f"horizon is {self.horizon}; needed: 1 to {MAX_HORIZON} layers")
-
-
 class Offloaded:
     """A model's offloaded experts; made by `offload`, found as `model.dualdeadline`."""
 
@@ -74,26 +55,28 @@ class Offloaded:
         spec: models.MoESpec,
         layers: Sequence[LayerExperts],
         options: Options,
-        prefetch: Prefetch,
+        prefetch: guides.Prefetch,
         why: Sequence[str],
         context: int,
         compile: bool,
     ):
         self.model, self.spec, self.layers, self.options = weakref.ref(model), spec, list(layers), options
         guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon, options.backend)
-        self.why = (*why, *options.why, f"predictor: {reason}")
-        self.before = layers[0].module.config._experts_implementation or "eager"
+        self.guessing, self.why = reason, (*why, *options.why, f"predictor: {reason}")
+        self.configs = [layer.module.config for layer in layers]  # possibly shared with other models
+        self.lock = threading.RLock()  # one layer at a time, whichever thread asks
         self.installed: list = []  # with a `remove`, the last one first
+        self.moved: list[tuple[Tensor, torch.device]] = []  # parameters and buffers, and where they were
         self.store = HostStore(layers, options.coded, pinned=options.device.type == "cuda")
         try:
-            _move(model, options.device)
+            move(model, options.device, self.moved)
             self._build(guess, prefetch)
             self._install(model, context, compile)
         except BaseException:
             self._uninstall(model)
             raise
 
-    def _build(self, guess, prefetch: Prefetch) -> None:
+    def _build(self, guess, prefetch: guides.Prefetch) -> None:
         """Slots, tables, lanes and guides."""
         device, slots = self.options.device, self.options.slots
         self.banks = {
@@ -105,10 +88,11 @@ class Offloaded:
         self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
         self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
-        if min(slots.values()) >= self.spec.E:
-            self._fill()
         lanes = StreamLanes(device) if device.type == "cuda" else CallerLanes()
         self.device = None
+        self.whole = min(slots.values()) >= self.spec.E
+        if self.whole:
+            self._fill()
         if self.options.backend == "graph":
             guess = self._for_graph(guess, prefetch)
         self.guide = guides.Guide(guess, self.spec, prefetch, cache.control(BREAK_EVEN)) if guess else None
@@ -124,14 +108,16 @@ class Offloaded:
         )
 
     def _fill(self) -> None:
-        """Every expert fits: each into the slot of its own number, once and for all."""
+        """Every expert fits: each into the slot of its own number; also again, after an error."""
         own = torch.arange(self.spec.E, dtype=torch.int32)
-        self.tables.slot_of.copy_(own)
-        self.tables.expert_of.copy_(own)
         for part, layer, expert in itertools.product(COMPONENTS, self.layers, own.tolist()):
             self.banks[part][layer.number][expert].copy_(self.store.weights(part, layer.number, expert))
+        self.tables.slot_of.copy_(own)
+        self.tables.expert_of.copy_(own)
+        if self.device is not None:
+            self.device.filled = True
 
-    def _for_graph(self, guess, prefetch: Prefetch):
+    def _for_graph(self, guess, prefetch: guides.Prefetch):
         """The device-driven twin; what is left to guess on the host's way (nothing: its tables come and go)."""
         found, reason = guides.for_device(guess, self.options.device)
         self.why += (reason,) if reason else ()
@@ -157,7 +143,8 @@ class Offloaded:
         for layer in self.layers:
             layer.module._dualdeadline, layer.module._dualdeadline_layer = self, layer.number
             layer.module._dualdeadline_key = self.key
-        model.set_experts_implementation(NAME)
+            layer.module.config = copy.copy(layer.module.config)  # other models may share the old one
+            layer.module.config._experts_implementation = NAME
         if self.device is not None:
             self.captured = CapturedForward(model, compile, on_path=self._on_path, refuse=self._refuse)
             self.installed += [self.captured, prefer_static(model, context)]
@@ -172,11 +159,17 @@ class Offloaded:
             return
         on_device = name in ("graph", "first", "buffers")
         self.telemetry.ran("graph" if on_device else "streams", "" if on_device else reason)
-        if on_device and self.newer == "host":
+        self._use("device" if on_device else "host")
+
+    def _use(self, tables: str) -> None:
+        """Let the tables of one side be those that count; both speak of the same slots."""
+        if self.device is None or self.newer == tables:
+            return
+        if tables == "device":
             self.device.tables.copy_(self.tables)
-        elif not on_device and self.newer == "device":
+        else:
             self.tables.copy_(self.device.tables)
-        self.newer = "device" if on_device else "host"
+        self.newer = tables
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H] of one layer's routed experts, as transformers' dispatch asks for it."""
@@ -194,32 +187,44 @@ class Offloaded:
         return self._run(number, hidden, ids, weights)
 
     def _run(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.device is not None and self.captured.inside:
-                try:
+        with torch.no_grad(), self.lock:
+            try:
+                if self.device is not None and self.captured.inside:
+                    self._use("device")
                     return self.device.layer(number, hidden, ids, weights)
-                except BaseException:
-                    self.device.tables.clear()
-                    raise
-            host = ids.cpu()
-            if number == 0 and self.device is None:
-                self.telemetry.ran(self.options.backend)
-            self.telemetry.routes(number, host)
-            return self.hosted.layer(number, hidden, ids, weights)
+                self._use("host")
+                if self.whole and not self.tables.present(number, 0):
+                    self._fill()
+                if number == 0 and self.device is None:
+                    self.telemetry.ran(self.options.backend)
+                host = ids.cpu()
+                self.telemetry.routes(number, host)
+                return self.hosted.layer(number, hidden, ids, weights)
+            except BaseException:
+                if not (self.device and self.device.capturing()):  # a capture has done nothing yet
+                    self._forget()
+                raise
+
+    def _forget(self) -> None:
+        """After an error nothing in the slots can be relied on: what is asked for next is fetched anew."""
+        self.newer = "host"
+        if self.device is not None:
+            self.device.filled = False
+        self.hosted.forget()
 
     def stats(self) -> dict:
-        """Counters since the last `reset_stats`, what ran and what was chosen; see `telemetry`."""
+        """Counters since `offload`, what ran and what was chosen; see `telemetry`."""
         tables = self.device.tables if self.device is not None and self.newer == "device" else self.tables
-        guide = self.device.guide if self.device is not None else self.guide
-        found = self.telemetry.counts(tables.counts())
+        found = self.telemetry.counts(tables.counts(), self.hosted.misses)
+        on, reason = self._prefetch()
         return found | {
             "path": self.telemetry.path,
             "paths": dict(self.telemetry.paths),
             "forwards": self.telemetry.forwards,
             "path_reason": self.telemetry.reason,
             "hit_rate_optimum": self.telemetry.optimum(),
-            "prefetch_on": self._prefetches(guide),
-            "prefetch_reason": getattr(guide, "failed", "") or self.why[-1],
+            "prefetch_on": on,
+            "prefetch_reason": reason,
             "slots": dict(self.options.slots),
             "schedule": self.options.schedule,
             "kernels": self.options.kernels,
@@ -229,32 +234,40 @@ class Offloaded:
             "why": self.why,
         }
 
-    def _prefetches(self, guide) -> bool:
-        """Whether guesses are fetched now: there is a guide, and the live precision has not switched it off."""
-        control = self.device.control if self.device is not None else getattr(guide, "control", None)
-        return guide is not None and getattr(guide, "step", guide) is not None and bool(control[0] >= control[2])
+    def _prefetch(self) -> tuple[bool, str]:
+        """Whether guesses are fetched now, and why or why not."""
+        owner = self.device if self.device is not None else self.guide
+        guide = self.device.guide if self.device is not None else self.guide
+        failed = getattr(owner, "failed", "")
+        if failed or guide is None:
+            return False, failed or self.guessing
+        if not 1 <= guide.horizon < self.spec.L or self.whole:
+            return False, f"nothing to guess: horizon {guide.horizon}, {self.spec.L} layers, slots {self.options.slots}"
+        precision, _, least, _ = owner.control.tolist()
+        if precision < least:
+            return False, f"live precision {precision:.2f} is below {least:.2f}; every 64th call still tries"
+        return True, self.guessing
 
     def remove(self) -> None:
         """Give the model its experts back and forget everything; the model is what it was before `offload`."""
         model = self.model()
-        self._uninstall(model)
-        if hasattr(model, "dualdeadline"):
-            del model.dualdeadline
+        if model is None or getattr(model, "dualdeadline", None) is not self:
+            return  # the model is gone, or this was done before
+        with torch.inference_mode(False), torch.no_grad(), self.lock:
+            self._uninstall(model)
+        del model.dualdeadline
 
     def _uninstall(self, model: nn.Module) -> None:
         while self.installed:
-            self.installed.pop().remove()
+            self.installed[-1].remove()  # raises if somebody else's change lies on top
+            self.installed.pop()
         if hasattr(self, "hosted"):
             self.hosted.lanes.close()
         for layer in self.layers:
             for name in ("_dualdeadline", "_dualdeadline_layer", "_dualdeadline_key"):
                 layer.module.__dict__.pop(name, None)
-        model.set_experts_implementation(self.before)
-        self.store.give_back()
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Everything that is in memory to one device; experts are not any more."""
-    for value in itertools.chain(model.parameters(), model.buffers()):
-        if not value.is_meta:
+        for layer, config in zip(self.layers, self.configs, strict=True):
+            layer.module.config = config
+        for value, device in self.moved:
             value.data = value.data.to(device)
+        self.store.give_back()

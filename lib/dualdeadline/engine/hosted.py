@@ -57,6 +57,7 @@ class Hosted:
         self.layers, self.store, self.banks, self.tables = layers, store, banks, tables
         self.lanes, self.name, self.kernels, self.guide = lanes, name, kernels, guide
         self.arriving: dict[tuple[int, int, str], Mark] = {}
+        self.misses = 0  # accesses of which a component was absent
 
     def bring(self, number: int, component: str, expert: int, slot: int) -> None:
         """Copy one component into a slot, decoded if it is a wire record; on a GPU in the current stream."""
@@ -92,17 +93,13 @@ class Hosted:
         banks = {part: self.banks[part][number] for part in COMPONENTS}
         job = KERNELS[self.kernels](self.layers[number], banks, hidden, ids, weights)
         self.lanes.enter()
-        try:
-            self._settle_guesses(number, chosen)
-            for turn, wave in enumerate(self._waves(number, chosen)):
-                if turn:
-                    self.lanes.fence()
-                self._wave(number, wave, job, ids)
-            out = job.finish()
-            self._speculate(number, hidden, ids)
-        except BaseException:
-            self.forget()
-            raise
+        self._settle_guesses(number, chosen)
+        for turn, wave in enumerate(self._waves(number, chosen)):
+            if turn:
+                self.lanes.fence()
+            self._wave(number, wave, job, ids)
+        out = job.finish()
+        self._speculate(number, hidden, ids)
         return out
 
     def _waves(self, number: int, chosen: list[int]) -> Iterator[list[int]]:
@@ -121,6 +118,7 @@ class Hosted:
         for index, part in enumerate(COMPONENTS):
             slots[part] = dict(zip(wave, found.slots[index, 0].tolist()))
             missing[part] = set(found.source[index, : int(found.count[index])].tolist())
+        self.misses += len(missing["gate_up"] | missing["down"])
         job.wave(slots)
         present = frozenset((e, part) for part in COMPONENTS for e in wave if e not in missing[part])
         arrived = [self.arriving.pop(key) for key in [(number, e, part) for e, part in present] if key in self.arriving]
@@ -159,6 +157,6 @@ class Hosted:
 
     def forget(self) -> None:
         """After an error nothing in the slots can be relied on: wait for what is under way, then begin empty."""
-        self.lanes.settle()
+        self.tables.clear()  # first: a second interruption while waiting must not leave entries behind
         self.arriving.clear()
-        self.tables.clear()
+        self.lanes.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -49,14 +50,14 @@ def count_slots(slots, E: int) -> dict[str, int]:
     """
     found = dict(slots) if isinstance(slots, Mapping) else {part: slots for part in COMPONENTS}
     good = set(found) == set(COMPONENTS) and all(
-        isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in found.values()
+        isinstance(count, Integral) and not isinstance(count, bool) and count >= 1 for count in found.values()
     )
     if not good:
         raise ValueError(
             f"slots is {slots!r}; needed: a whole number of at least 1, or a dict of such numbers for "
             f"{' and '.join(COMPONENTS)}"
         )
-    return {part: min(count, E) for part, count in found.items()}
+    return {part: min(int(count), E) for part, count in found.items()}
 
 
 def choose(
@@ -77,7 +78,7 @@ def choose(
     one_of("wire", wire, WIRES)
     one_of("backend", backend, BACKENDS)
     one_of("kernels", kernels, KERNELS)
-    device, why = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")), []
+    device, why = _device(device, backend), []
     backend = _backend(backend, device, why)
     kernels = _kernels(kernels, layers, backend, device, why)
     if backend == "graph" and kernels != "fused":
@@ -85,6 +86,21 @@ def choose(
     coded = _coded(wire, layers, backend, why)
     schedule = _schedule(schedule, backend, why)
     return Options(slots, schedule, coded, backend, kernels, device, tuple(why))
+
+
+def _device(device, backend: str) -> torch.device:
+    """Where slots are; of several GPUs the current one."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu"))
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device is {str(found)!r}; needed: 'cpu', or 'cuda' where torch sees a GPU")
+    if found.type == "cpu":
+        return found
+    current = torch.cuda.current_device()
+    if found.index not in (None, current):
+        raise ValueError(
+            f"device is {str(found)!r}, the current one cuda:{current}; needed: torch.cuda.set_device first"
+        )
+    return torch.device("cuda", current)
 
 
 def _schedule(schedule: str, backend: str, why: list[str]) -> str:

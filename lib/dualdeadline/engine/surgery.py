@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ class LayerExperts:
 
     Attributes:
         number: of the MoE layer, from 0. module: transformers' experts module.
-        weights: by component, `[E, rows, columns]` as the checkpoint has them; emptied by `take`.
+        parameters: by component, the model's own `[E, rows, columns]`, kept without its memory while it is taken.
         shapes: by component, of one expert. transposed: weights are `[in, out]`. biased: `[E, out]` biases exist.
     """
 
@@ -33,7 +34,7 @@ class LayerExperts:
     E: int
     dtype: torch.dtype
     shapes: dict[str, tuple[int, ...]]
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def bytes(self, component: str) -> int:
         rows, columns = self.shapes[component]
@@ -45,15 +46,19 @@ class LayerExperts:
 
     def take(self) -> dict[str, Tensor]:
         """The weights, which the model no longer holds: a parameter without memory stands in their place."""
-        taken = {part: getattr(self.module, name).data for part, name in PARAMETERS.items()}
-        for name in PARAMETERS.values():
-            shape = getattr(self.module, name).shape
-            setattr(self.module, name, nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"), False))
+        self.parameters = {part: getattr(self.module, name) for part, name in PARAMETERS.items()}
+        taken = {part: value.data for part, value in self.parameters.items()}
+        for part, value in self.parameters.items():
+            empty = torch.empty(value.shape, dtype=self.dtype, device="meta")
+            setattr(self.module, PARAMETERS[part], nn.Parameter(empty, False))
+            value.data = torch.empty(0, dtype=self.dtype)
         return taken
 
     def give(self, component: str, weights: Tensor) -> None:
-        """Put weights back."""
-        setattr(self.module, PARAMETERS[component], nn.Parameter(weights, False))
+        """Put weights back, in the parameter they came in."""
+        value = self.parameters[component]
+        value.data = weights
+        setattr(self.module, PARAMETERS[component], value)
 
 
 def find(model: nn.Module) -> tuple[models.MoESpec, list[LayerExperts]]:
@@ -114,3 +119,11 @@ def fits_fused(layer: LayerExperts) -> str | None:
 def reference_output(layer: LayerExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Output of a layer's own eager code while it still has its weights, for tests."""
     return type(layer.module).forward.__wrapped__(layer.module, x, ids, weights)
+
+
+def move(model: nn.Module, device: torch.device, moved: list[tuple[Tensor, torch.device]]) -> None:
+    """Everything that is in memory to one device (experts are not any more); notes what moved, and where it was."""
+    for value in itertools.chain(model.parameters(), model.buffers()):
+        if not value.is_meta and value.device != device:
+            moved.append((value, value.device))
+            value.data = value.data.to(device)

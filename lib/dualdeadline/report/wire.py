@@ -136,4 +136,4 @@ def wire_designs(about: Subject) -> Table:
     frame = designs(rows)
     shown = frame.apply(lambda column: column.map("{:.2f}".format)).rename_axis("design").reset_index()
     caption = f"Bits per weight by design and weights; bounds count exponents only. {conditions(rows)}."
-    return Table("wire_designs", caption, shown, rows)
+    return Table("wire_designs", caption, shown, rows, wide=True)
