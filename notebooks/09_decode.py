@@ -74,6 +74,7 @@ ids = [list(row)[-prompt_tokens:] for row in drive.ids[:certified]]
 # the device's memory serve them, and `remove()` puts everything back.
 
 # %%
+torch.set_num_threads(1)  # the model is small; more threads wait for each other
 net, tokenizer = models.load(model, experts="eager")
 backend = "cpu" if net.device.type == "cpu" else "streams"
 dualdeadline.offload(net, slots=32, kernels="torch", backend=backend)
