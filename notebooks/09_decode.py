@@ -49,7 +49,7 @@ from matplotlib import pyplot as plt
 
 import dualdeadline
 from dualdeadline import models, overlap, paths, record, report
-from dualdeadline.decode import baselines, cases, certificate, recorded, study
+from dualdeadline.decode import baselines, cases, certificate, recorded, simulated, study
 from dualdeadline.report import decode as shown
 
 # %%
@@ -154,6 +154,21 @@ report.table(shown.speeds(rows), "speeds", "tokens/s by slots per layer", worksp
 
 # %% tags=["table"]
 report.table(shown.floors(rows, gbps), "floors", "steps without prefetch", workspace, digits=3)
+
+# %% [markdown]
+# ## Simulated beside measured
+#
+# From single fetches, decodes and kernels and the resident step. What is missing in the model is what a layer costs beside them: the
+# look-up, launches, and the latency of a fetch.
+
+# %%
+if not sizes:  # costs are recorded for OLMoE's sizes
+    costs = simulated.costs(workspace, model, shown.resident_ms(rows), drive.routes.shape[1])
+    overlap.record_parts("09_decode", model, workspace, [("simulated", simulated.rows(drive, variants, costs, resamples, seed))])
+    rows = record.read(workspace, "09_decode", model)
+
+# %% tags=["table"]
+report.table(simulated.errors(rows), "simulated", "mean step, ms", workspace, digits=2)
 
 # %% [markdown]
 # ## What guesses change

@@ -7,6 +7,7 @@ Slow (minutes). The cells tagged `nbval-check-output` print what is equal in eve
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,15 +53,28 @@ def test_second_run_skips_every_stage(smoke):
     assert done.returncode == 0 and f"0 of {len(ORDER)} stages ran" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("stage", ORDER)
-def test_published_outputs_come_out_again(smoke, stage, tmp_path):
+@pytest.fixture(scope="module")
+def checks(smoke, tmp_path_factory):
+    """A running nbval check per stage, two at a time: the other tests leave a core to spare before these end."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {stage: pool.submit(check, stage, smoke[0], tmp_path_factory.mktemp(stage)) for stage in ORDER}
+
+
+def check(stage, environment, folder):
+    """nbval on the published notebook of a stage with the smoke run's parameters and data."""
     import papermill
 
     (run,) = study.plan("smoke", only=stage)
-    copy = tmp_path / f"{stage}.ipynb"
+    copy = folder / f"{stage}.ipynb"
     papermill.execute_notebook(notebook.sources()[stage].with_suffix(".ipynb"), copy, parameters=run.changed,
                                prepare_only=True, progress_bar=False)
     checked = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=900", "-q", "-p", "no:cacheprovider",
-               f"--rootdir={tmp_path}", str(copy)]
-    done = subprocess.run(checked, cwd=tmp_path, env=smoke[0], capture_output=True, text=True, timeout=1500)
+               f"--rootdir={folder}", str(copy)]
+    return subprocess.run(checked, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=1500)
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_published_outputs_come_out_again(checks, stage):
+    done = checks[stage].result()
     assert done.returncode == 0, done.stdout[-6000:]
