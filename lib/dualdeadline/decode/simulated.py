@@ -1,4 +1,4 @@
-"""The same steps simulated: times of single fetches, decodes and kernels, and the resident step; nothing fitted to steps."""
+"""The same steps simulated, from single fetches, decodes and kernels and the resident step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def costs(workspace: paths.Workspace, model: str, resident_ms: float, layers: in
 
 
 def rows(drive: Recorded, cases: Sequence[Case], costs: dict[str, CostModel], resamples: int, seed: int) -> list[dict]:
-    """Simulated step times of the cases without guesses, as record rows; a coded byte counts as the bytes it becomes."""
+    """Record rows of simulated steps of the cases without guesses; a coded byte counts as the bytes it becomes."""
     plain = [case for case in cases if not case.predictor and case.slots < drive.E]
     sampled = steps.Steps(
         drive.routes.numpy(),
