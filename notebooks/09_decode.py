@@ -88,8 +88,8 @@ net.dualdeadline.remove()
 # %% [markdown]
 # ## The certificate
 #
-# Same prompts, batch one and left-padded batches, every logit of every generated token, against the resident run of the same kernels:
-# one slot per use up to all, every schedule, wrong guesses included.
+# Same prompts, batch one and left-padded batches, every logit of every generated token, against the resident run of the same kernels: few
+# slots and all of them, three schedules, with guesses. Every schedule, one slot, wrong guesses and other families are left to the tests.
 
 # %%
 names = ["demand_serial", "staged_pipelined", "component_priority"]
