@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from dualdeadline.decode import big
-from dualdeadline.decode.rows import baseline
 from dualdeadline.engine.captured import CapturedForward
+from dualdeadline.overlap.rows import measured
 
 WARMUP = 4
 
@@ -20,13 +20,13 @@ def stock(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[dict]]
     model = big.build("cuda", seed=seed, **sizes)
     for name in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(name)
-        yield f"baseline, {name}", [baseline(name, _times(model, steps), way="launched by the host", resident=True)]
+        yield f"baseline, {name}", [_row(name, _times(model, steps), way="launched by the host", resident=True)]
     for name, compiled in (("batched_mm", False), ("grouped_mm", False), ("batched_mm", True)):
         model.set_experts_implementation(name)
         captured = CapturedForward(model, compile=compiled)
         try:
             way = "compiled, one CUDA graph" if compiled else "one CUDA graph"
-            yield f"baseline, {name}, {way}", [baseline(name, _times(model, steps), way=way, resident=True)]
+            yield f"baseline, {name}, {way}", [_row(name, _times(model, steps), way=way, resident=True)]
         finally:
             captured.remove()
 
@@ -39,10 +39,12 @@ def accelerate(steps: int, seed: int = 0, **sizes) -> Iterator[tuple[str, list[d
     model = big.build("cuda", seed=seed, **sizes).cpu()
     model.set_experts_implementation("batched_mm")
     cpu_offload(model, torch.device("cuda"))
-    found = baseline(
-        "accelerate cpu_offload", _times(model, steps, warmup=1), way="launched by the host", resident=False
-    )
+    found = _row("accelerate cpu_offload", _times(model, steps, warmup=1), way="launched by the host", resident=False)
     yield "baseline, accelerate", [found]
+
+
+def _row(variant: str, times_ms: np.ndarray, way: str, resident: bool) -> dict:
+    return measured(variant, "baseline_step_ms", "ms", times_ms, {"way": way, "resident": resident})
 
 
 @torch.inference_mode()

@@ -11,9 +11,10 @@ from dualdeadline import engine, models
 from dualdeadline.cache import slots as cache
 from dualdeadline.decode.cases import Case
 from dualdeadline.decode.recorded import Recorded
+from dualdeadline.engine import banks
 from dualdeadline.engine import guide as guides
 from dualdeadline.engine.device import DeviceDriven
-from dualdeadline.engine.driven import Driven
+from dualdeadline.engine.driven import Driven, Ranked
 from dualdeadline.engine.handle import BREAK_EVEN
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.streams.windows import OLMOE_CONFIG
@@ -38,14 +39,14 @@ class Charged:
 
     on_device = True
 
-    def __init__(self, driven: Driven, kernel: guides.DeviceGuide | None, horizon: int, layers: int):
-        self.driven, self.kernel, self.horizon, self.layers = driven, kernel, horizon, layers
+    def __init__(self, driven: Driven, ranked: Ranked, kernel: guides.DeviceGuide | None, horizon: int, layers: int):
+        self.driven, self.ranked, self.kernel, self.horizon, self.layers = driven, ranked, kernel, horizon, layers
 
     def __call__(self, number: int, hidden, ids):
         if self.kernel is not None:
             self.kernel(number, hidden, ids)
         target = number + self.horizon
-        return self.driven.guess(target, guides.GUESSES) if target < self.layers else None
+        return self.ranked.at(self.driven.place, target, guides.GUESSES) if target < self.layers else None
 
 
 class Variants:
@@ -54,7 +55,7 @@ class Variants:
     Args:
         recorded: what drives the routers. wire: of the store. cases: those of this wire.
         compile: also compile the code around the experts.
-        banks: slots by their number per layer, shared by variants: each run begins with nothing in them.
+        shared: slots by their number per layer, shared by variants: each run begins with nothing in them.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Variants:
         recorded: Recorded,
         wire: str,
         cases: Sequence[Case],
-        banks: dict,
+        shared: dict,
         seed: int = 0,
         compile: bool = False,
         device=None,
     ):
-        self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), banks
+        self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), shared
         spec = models.describe(model)
         first = min(case.slots for case in cases)
         engine.offload(
@@ -101,7 +102,8 @@ class Variants:
         guide = None
         if case.predictor:
             guide = Charged(
-                _Guesses(self.driver, self.recorded.scores[case.predictor], self.device),
+                self.driver,
+                Ranked(self.recorded.scores[case.predictor], self.device),
                 kernel,
                 self.recorded.horizon,
                 spec.L,
@@ -120,19 +122,9 @@ class Variants:
 
     def _slots(self, count: int) -> dict[str, list[Tensor]]:
         """Slots of every layer; filled where every expert has one."""
-        handle = self.handle
-        found = {
-            part: [
-                torch.zeros(count, *layer.shapes[part], dtype=layer.dtype, device=self.device)
-                for layer in handle.layers
-            ]
-            for part in COMPONENTS
-        }
+        found = banks.allocate(self.handle.layers, dict.fromkeys(COMPONENTS, count), self.device)
         if count >= self.spec.E:
-            for part in COMPONENTS:
-                for layer in handle.layers:
-                    for expert in range(self.spec.E):
-                        found[part][layer.number][expert].copy_(handle.store.weights(part, layer.number, expert))
+            banks.fill(found, self.handle.store)
         return found
 
     @torch.inference_mode()
@@ -168,17 +160,3 @@ class Variants:
     def counts(self, case: Case) -> dict[str, int]:
         """Counters of a variant's tables so far; waits for the device."""
         return self.devices[case].tables.counts()
-
-
-class _Guesses:
-    """`Driven.guess` of other scores at the driver's own step."""
-
-    def __init__(self, driver: Driven, scores: Tensor, device):
-        ranked = scores.sort(dim=-1, descending=True, stable=True)
-        self.driver = driver
-        self.ids = ranked.indices[..., : guides.GUESSES].int().transpose(0, 1).contiguous().to(device)
-        self.values = ranked.values[..., : guides.GUESSES].transpose(0, 1).contiguous().to(device)
-
-    def guess(self, layer: int, top: int):
-        at = self.driver.place
-        return self.ids[layer].index_select(0, at)[:, :top], self.values[layer].index_select(0, at)[:, :top]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import pandas as pd
 
 from dualdeadline import steps
@@ -32,10 +31,17 @@ def measured(found: pd.DataFrame, sizes: Mapping[str, Mapping[str, int]], resamp
         values = _values(found[found.case == case].set_index("prompt"), ms[repr(case)], sizes[case.wire])
         values += _differences(case, ms)
         for variant, metric, unit, series in values:
-            mean, low, high, n = steps.two_level(series, resamples, seed)
-            said = dict(variant=variant or case.name, metric=metric, unit=unit, kind="measured", config=case.config())
-            out.append(said | dict(median=mean, low=low, high=high, n=n))
+            out.append(row(case, variant or case.name, metric, unit, "measured", series, resamples, seed))
     return out
+
+
+def row(
+    case: Case, variant: str, metric: str, unit: str, kind: str, series: pd.Series, resamples: int, seed: int
+) -> dict:
+    """Mean over prompts of a series that is indexed by prompt, with its 95 % interval."""
+    mean, low, high, n = steps.two_level(series, resamples, seed)
+    said = dict(variant=variant, metric=metric, unit=unit, kind=kind, config=case.config())
+    return said | dict(median=mean, low=low, high=high, n=n)
 
 
 def _values(part: pd.DataFrame, ms: pd.Series, sizes: Mapping[str, int]) -> list[tuple[str, str, str, pd.Series]]:
@@ -94,19 +100,3 @@ def sizes_rows(sizes: Mapping[str, Mapping[str, int]]) -> list[dict]:
         for wire, parts in sizes.items()
         for part, size in parts.items()
     ]
-
-
-def baseline(variant: str, times_ms: np.ndarray, **config) -> dict:
-    """Step time of something else on the same model."""
-    median, low, high = np.percentile(times_ms, (50, 20, 80))
-    return dict(
-        variant=variant,
-        metric="baseline_step_ms",
-        unit="ms",
-        kind="measured",
-        median=median,
-        low=low,
-        high=high,
-        n=len(times_ms),
-        config=config,
-    )

@@ -11,6 +11,7 @@ from dualdeadline import paths, record, steps, streams
 from dualdeadline.cost import CostModel, TransferModel
 from dualdeadline.decode.cases import Case
 from dualdeadline.decode.recorded import Recorded
+from dualdeadline.decode.rows import row
 from dualdeadline.overlap import Setting, recorded_cost
 from dualdeadline.schedule import Compute
 
@@ -53,20 +54,8 @@ def rows(drive: Recorded, cases: Sequence[Case], costs: dict[str, CostModel], re
     out = []
     for case in plain:
         found = sampled.simulate([steps.Case(case.schedule, case.slots)], costs[case.wire])
-        mean, low, high, n = steps.two_level(found.set_index(["prompt", "row"]).ms, resamples, seed)
-        out.append(
-            dict(
-                variant=case.name,
-                metric="simulated_step_ms",
-                unit="ms",
-                kind="simulated",
-                median=mean,
-                low=low,
-                high=high,
-                n=n,
-                config=case.config(),
-            )
-        )
+        series = found.set_index(["prompt", "row"]).ms
+        out.append(row(case, case.name, "simulated_step_ms", "ms", "simulated", series, resamples, seed))
     return out
 
 

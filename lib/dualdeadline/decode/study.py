@@ -21,14 +21,14 @@ def steps(
     recorded: Recorded, cases: Sequence[Case], resamples: int, seed: int, compile: bool = True, device=None, **sizes
 ) -> Iterator[tuple[str, list[dict]]]:
     """Every case on a model of OLMoE's sizes (or `sizes`), one interleaved run; rows as (part, rows)."""
-    banks: dict = {}
+    shared: dict = {}
     groups = [
         big.Variants(
             big.build(device or "cuda", seed=seed, **sizes),
             recorded,
             wire,
             [case for case in cases if case.wire == wire],
-            banks,
+            shared,
             seed,
             compile,
             device,

@@ -6,6 +6,7 @@ surgery.py     takes experts out of a model     options.py   what may be chosen,
 hosted.py      layers whose routes the host reads, by a named schedule
 device.py      layers that the device runs alone  captured.py whole decode steps as one CUDA graph
 guide.py       a predictor's guesses             driven.py   routes from elsewhere, to measure with
+banks.py       slots of all layers               arithmetic.py products, in eager torch or fused kernels
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from dualdeadline.engine.guide import Prefetch
 from dualdeadline.engine.handle import Offloaded, run_layer
-from dualdeadline.engine.options import TIERS, choose, count_slots
+from dualdeadline.engine.options import TIERS, choose, count_slots, place
 from dualdeadline.engine.surgery import NAME, find
 
 __all__ = ["Offloaded", "offload"]
 
 
+@torch.inference_mode(False)  # what is made here has to outlive the mode it is called in
+@torch.no_grad()
 def offload(
     model: nn.Module,
     slots=None,
@@ -62,47 +65,6 @@ def offload(
     Raises:
         ValueError: choices or a model that do not fit, by name; the model is as it was then.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        return _offload(
-            model,
-            slots,
-            vram,
-            schedule,
-            predictor,
-            wire,
-            tier,
-            backend,
-            kernels,
-            ssd_path,
-            horizon,
-            budget,
-            threshold,
-            context,
-            batch,
-            device,
-            compile,
-        )
-
-
-def _offload(
-    model,
-    slots,
-    vram,
-    schedule,
-    predictor,
-    wire,
-    tier,
-    backend,
-    kernels,
-    ssd_path,
-    horizon,
-    budget,
-    threshold,
-    context,
-    batch,
-    device,
-    compile,
-) -> nn.Module:
     if tier not in TIERS or ssd_path is not None:
         raise ValueError(f"tier is {tier!r}, ssd_path {ssd_path!r}; needed: tier 'pinned' without a path")
     if (slots is None) == (vram is None):
@@ -127,7 +89,7 @@ def _planned(model: nn.Module, vram, context: int, batch: int, device, backend: 
     """Slots for a memory limit, and the plan's reasons; what planning itself took is free again."""
     from dualdeadline.planning import plan
 
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")).type
+    kind = place(device, backend).type
     found = plan(model, vram, context=context, batch=batch, device=kind)
     if kind == "cuda":
         torch.cuda.empty_cache()
@@ -149,7 +111,7 @@ def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Te
     return module._dualdeadline.layer(module._dualdeadline_layer, hidden, ids, weights)
 
 
-@torch.library.custom_op("dualdeadline::experts", mutates_args=())
+@library.custom_op("dualdeadline::experts", mutates_args=())
 def _experts_op(hidden: Tensor, ids: Tensor, weights: Tensor, key: int, number: int) -> Tensor:
     return run_layer(key, number, hidden, ids, weights)
 

@@ -45,10 +45,7 @@ class Driven:
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         self._routes = _by_layer(routes.long(), device)
         self._weights = None if weights is None else _by_layer(torch.as_tensor(weights), device)
-        self._order = self._sorted = None
-        if scores is not None:
-            ranked = torch.as_tensor(scores).float().sort(dim=-1, descending=True, stable=True)
-            self._order, self._sorted = _by_layer(ranked.indices.int(), device), _by_layer(ranked.values, device)
+        self._ranked = None if scores is None else Ranked(torch.as_tensor(scores), device)
         self._tokens = 1  # per row, of the forward that runs
         self._handles = []
         for number, layer in enumerate(spec.layers):
@@ -74,11 +71,11 @@ class Driven:
         Raises:
             ValueError: no scores were given, or `layer` or `top` is out of range.
         """
-        if self._order is None:
+        if self._ranked is None:
             raise ValueError("Driven has no scores; needed: scores float [T,L,E]")
         if not (0 <= layer < self.L and 1 <= top <= self.E):
             raise ValueError(f"layer is {layer}, top is {top}; needed: layer 0 to {self.L - 1}, top 1 to {self.E}")
-        return tuple(table[layer].index_select(0, self.place)[:, :top] for table in (self._order, self._sorted))
+        return self._ranked.at(self.place, layer, top)
 
     def _on_layer(self, module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]  # [N, tokens per row, H]
@@ -107,6 +104,18 @@ class Driven:
         if self._tokens > 1:
             index = (index + torch.arange(self._tokens, device=index.device)) % self.T
         return table.index_select(0, index).repeat(rows // self._tokens, 1)
+
+
+class Ranked:
+    """Recorded scores [T,L,E], sorted once, so that a step's largest are looked up on the device."""
+
+    def __init__(self, scores: torch.Tensor, device: torch.device):
+        found = scores.float().sort(dim=-1, descending=True, stable=True)
+        self.ids, self.values = _by_layer(found.indices.int(), device), _by_layer(found.values, device)
+
+    def at(self, place: torch.Tensor, layer: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int32 and scores float32 [1,top] of a layer at the step `place` int64 [1], by falling score."""
+        return self.ids[layer].index_select(0, place)[:, :top], self.values[layer].index_select(0, place)[:, :top]
 
 
 def _by_layer(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dualdeadline import models
 from dualdeadline.cache import slots as cache
+from dualdeadline.engine import banks
 from dualdeadline.engine import guide as guides
 from dualdeadline.engine.captured import CapturedForward, prefer_static
 from dualdeadline.engine.device import DeviceDriven
@@ -79,12 +80,7 @@ class Offloaded:
     def _build(self, guess, prefetch: guides.Prefetch) -> None:
         """Slots, tables, lanes and guides."""
         device, slots = self.options.device, self.options.slots
-        self.banks = {
-            part: [
-                torch.zeros(slots[part], *layer.shapes[part], dtype=layer.dtype, device=device) for layer in self.layers
-            ]
-            for part in COMPONENTS
-        }
+        self.banks = banks.allocate(self.layers, slots, device)
         self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
         self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
@@ -109,9 +105,8 @@ class Offloaded:
 
     def _fill(self) -> None:
         """Every expert fits: each into the slot of its own number; also again, after an error."""
+        banks.fill(self.banks, self.store)
         own = torch.arange(self.spec.E, dtype=torch.int32)
-        for part, layer, expert in itertools.product(COMPONENTS, self.layers, own.tolist()):
-            self.banks[part][layer.number][expert].copy_(self.store.weights(part, layer.number, expert))
         self.tables.slot_of.copy_(own)
         self.tables.expert_of.copy_(own)
         if self.device is not None:

@@ -78,7 +78,7 @@ def choose(
     one_of("wire", wire, WIRES)
     one_of("backend", backend, BACKENDS)
     one_of("kernels", kernels, KERNELS)
-    device, why = _device(device, backend), []
+    device, why = place(device, backend), []
     backend = _backend(backend, device, why)
     kernels = _kernels(kernels, layers, backend, device, why)
     if backend == "graph" and kernels != "fused":
@@ -88,7 +88,7 @@ def choose(
     return Options(slots, schedule, coded, backend, kernels, device, tuple(why))
 
 
-def _device(device, backend: str) -> torch.device:
+def place(device, backend: str) -> torch.device:
     """Where slots are; of several GPUs the current one."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu"))
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):

@@ -9,7 +9,6 @@ from dualdeadline.report import text
 from dualdeadline.report.tables import Subject, Table, conditions
 
 STAGE = "09_decode"
-KEYS = ["config.wire", "config.schedule", "config.budget", "config.threshold"]
 WORDS = {"demand_serial": "one deadline", "staged_barrier": "two deadlines"}
 
 

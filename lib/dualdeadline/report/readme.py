@@ -48,7 +48,8 @@ experts in slots, {engine_speeds} of {model_e} slots per layer (hit rates {engin
 modes reach {engine_stock}, {engine_stock_graph} in a compiled graph, all resident, and accelerate's offload
 {engine_accelerate} (measured). In its graph a second deadline changes a step by {engine_deadlines} ms and the wire
 format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor multiply it by {engine_guided}; perfect
-ones by {engine_oracle}: at this link little is left for prediction, and at 16 slots it loses.
+ones by {engine_oracle}: at this link little is left for
+prediction, and where the ratio is above one it loses.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
