@@ -81,6 +81,15 @@ def test_every_schedule_and_cache(olmoe, name, slots):
         assert counts["misses_down"] <= 24 < counts["misses_gate_up"]
 
 
+@pytest.mark.parametrize("slots", [3, 5])
+def test_whatever_order_experts_arrive_in_they_are_added_in_ascending_id(slots):
+    """With four experts per token; the sum of two does not depend on their order."""
+    model, ids = build(num_experts_per_tok=4), text()
+    wanted = run(model, ids)
+    offloaded(model, slots, schedule="demand_pipelined")
+    same(run(model, ids), wanted)
+
+
 @pytest.mark.parametrize("wire", ["raw", "coded"])
 def test_bfloat16_and_the_wire_format(wire):
     model, ids = build(dtype=torch.bfloat16), text()
