@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+OPTIONS = {"triton.cudagraphs": False}
 RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
 
 
@@ -17,7 +18,7 @@ class Compiled:
     def __init__(self, forward: Callable, tell: Callable[[str, str], None]):
         self._tell, self._told = tell, False
         self._ways = [(how, torch.compile(forward, fullgraph=how == "whole", dynamic=False,
-                                          options={"triton.cudagraphs": False})) for how in ("whole", "in parts")]
+                                          options=OPTIONS)) for how in ("whole", "in parts")]
 
     def __call__(self, call: dict[str, Any]):
         from torch import _dynamo

@@ -2,9 +2,10 @@
 
 Three streams, forked and joined around each layer, so that one capture holds them all:
 
-    compute   look-up, gate/up, down        waits for its own bytes only
-    link      fetches from pinned memory    in order: what the router asked for, then what was guessed
-    guide     predictor and admission       beside the products; joined before anything looks up again
+    compute   look-up, decode, gate/up, down    waits for its own bytes only
+    link      what crosses (engine/crossing)    in order: what the router asked for, then what was guessed
+    guide     predictor, admission, decode of   beside the products; what they change is waited for where it is read
+              what was guessed
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ import torch
 from torch import Tensor
 
 from dualdeadline.cache import slots as cache
+from dualdeadline.engine.crossing import AHEAD_PROGRAMS, Crossing
 from dualdeadline.engine.surgery import LayerExperts
-from dualdeadline.kernels import experts, fetch
+from dualdeadline.kernels import experts
 from dualdeadline.kernels import slots as kernel
-from dualdeadline.kernels import wire as wire_kernel
 from dualdeadline.schedule import COMPONENTS
-from dualdeadline.store import BITS, HostStore
-
-FETCH_PROGRAMS = 16  # of a raw fetch: what fills the link (notebook 06)
-DECODE_PROGRAMS = 264  # of a zero-copy decode (notebook 08)
-
+from dualdeadline.store import HostStore
 
 class DeviceDriven:
     """Runs layers of up to 8 tokens whose experts fit into the slots at once.
@@ -60,6 +57,10 @@ class DeviceDriven:
         self.keep: tuple = ()  # what the guide still reads while the products run
         self.found: dict[int, object] = {}
         self.ahead = None
+        self.now: Crossing | None = None  # of what the router asked for
+        self.later: Crossing | None = None  # of what was guessed
+        self.admitted = None  # event: the tables hold the guesses
+        self.landed: dict[int, object] = {}  # by layer, event: its guesses are in their slots
 
     def capturing(self) -> bool:
         """Whether what is launched now is recorded, not run."""
@@ -83,66 +84,64 @@ class DeviceDriven:
         if self.resident:
             return experts.experts(hidden, gate_up, down, ids.int().contiguous(), weights, check=False)
         found = self._buffers(ids)
-        self._join(1)
+        self._wait(self.admitted)
         kernel.lookup(self.tables, number, ids.contiguous(), found)
-        ready = [
-            self._on_link(lambda part=part, index=index: self._fetch(number, part, index, found))
-            for index, part in enumerate(COMPONENTS)
-        ]
+        both, landed = range(len(COMPONENTS)), self.landed.pop(number, None)
+        if not self.now.stages(found):  # a look-up may have given a guess's slot away: the guess must land before
+            self._wait(landed, 0)
+        crossed = [self._on_link(lambda index=index: self.now.cross(number, index, found)) for index in both]
         self._guess(number, hidden, ids)
-        slots = [found.slots[index] for index in range(len(COMPONENTS))]
-        self._wait(ready[0] if self.two_deadlines else ready[1])
-        partial = experts.gate_up(hidden, gate_up, slots[0], check=False)
-        self._wait(ready[1])
-        out = experts.down_combine(partial, down, slots[1], weights, check=False)
+        self._wait(landed)
+        for index in both if not self.two_deadlines else both[:1]:
+            self._wait(crossed[index])
+            self.now.land(number, index, found)
+        partial = experts.gate_up(hidden, gate_up, found.slots[0], check=False)
+        if self.two_deadlines:
+            self._wait(crossed[1])
+            self.now.land(number, 1, found)
+        out = experts.down_combine(partial, down, found.slots[1], weights, check=False)
         if number == len(self.layers) - 1:
             self._join(1)
             self._join(0)
+            self.admitted = None
+            self.landed.clear()
         return out
 
     def _buffers(self, ids: Tensor):
         N, K = ids.shape
+        if self.now is None:
+            self.now = Crossing(self.store, self.banks, (K, K), ids.device)
         if N not in self.found:
             self.found[N] = cache.Found(N, K, ids.device)
         return self.found[N]
-
-    def _fetch(self, number: int, part: str, index: int, found) -> None:
-        """Bring the listed experts of one component from host memory into their slots."""
-        source, bank = self.store.sources[part][number], self.banks[part][number]
-        if self.store.coded:
-            wire_kernel.decode(
-                source,
-                bank,
-                found.source[index],
-                found.dest[index],
-                found.count[index : index + 1],
-                BITS,
-                DECODE_PROGRAMS,
-                spread=True,
-            )
-        else:
-            fetch.fetch(
-                source, bank, found.source[index], found.dest[index], found.count[index : index + 1], FETCH_PROGRAMS
-            )
 
     def _guess(self, number: int, hidden: Tensor, ids: Tensor) -> None:
         """Predict, admit and fetch ahead for a later layer, beside the products of this one."""
         if self.guide is None:
             return
         target, self.keep = number + self.guide.horizon, (hidden, ids)
+        if self.ahead is None:
+            self.ahead = cache.Ahead(self.budget, ids.device)
+            room = (self.ahead.source.shape[1] if budget else 0 for budget in self.budget)
+            self.later = Crossing(self.store, self.banks, tuple(room), ids.device, AHEAD_PROGRAMS)
         with self._beside(1):
             guessed = self._ask(number, hidden, ids)
-            if guessed is None or target >= len(self.layers):
-                return
-            if self.ahead is None:
-                self.ahead = cache.Ahead(self.budget, ids.device)
-            kernel.admit(self.tables, target, *guessed, self.ahead, self.threshold, self.budget, self.control)
+            admits = guessed is not None and target < len(self.layers)
+            if admits:
+                kernel.admit(self.tables, target, *guessed, self.ahead, self.threshold, self.budget, self.control)
+            self.admitted = self._event(1)
+        if not admits:
+            return
         self._after(1, 0)
-        for index, part in enumerate(COMPONENTS):
-            if self.budget[index]:
-                with self._stream(0):
-                    self._fetch(target, part, index, self.ahead)
+        wanted = [index for index in range(len(COMPONENTS)) if self.budget[index]]
+        with self._stream(0):
+            for index in wanted:
+                self.later.cross(target, index, self.ahead)
         self._after(0, 1)  # the lists may not change before they were read
+        with self._stream(1):
+            for index in wanted:
+                self.later.land(target, index, self.ahead)
+            self.landed[target] = self._event(1)
 
     def _ask(self, number: int, hidden: Tensor, ids: Tensor):
         """The guide's answer; one that fails is switched off."""
@@ -171,15 +170,20 @@ class DeviceDriven:
     def _on_link(self, work):
         with self._beside(0):
             work()
-            if not self.cuda:
-                return None
-            event = torch.cuda.Event()
-            event.record(self.streams[0])
-            return event
+            return self._event(0)
 
-    def _wait(self, event) -> None:
-        if self.cuda:
-            torch.cuda.current_stream().wait_event(event)
+    def _event(self, number: int):
+        """What the work so far of a stream can be waited for by; None on a CPU."""
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.streams[number])
+        return event
+
+    def _wait(self, event, number: int | None = None) -> None:
+        """Let a stream (default: the products') wait for an event."""
+        if event is not None:
+            (torch.cuda.current_stream() if number is None else self.streams[number]).wait_event(event)
 
     def _join(self, number: int) -> None:
         if number in self.forked:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualdeadline import manifest
-from dualdeadline.wire.format import ALIGN, BITS, WireRecord
+from dualdeadline.wire import appended
+from dualdeadline.wire.format import BITS, WireRecord
 from dualdeadline.wire.many import encode_many
-
-FORMAT = 1
 
 
 class Store:
@@ -31,14 +26,8 @@ class Store:
 
     def __init__(self, folder: Path, key: str):
         folder = Path(folder)
-        if not (folder / "store.json").exists():
-            raise FileNotFoundError(f"{folder} holds no finished store; needed: Store.build")
-        said = json.loads((folder / "store.json").read_text())
-        if said["format"] != FORMAT or said["key"] != key:
-            raise ValueError(f"{folder} has format {said['format']} and key {said['key']}; needed: {FORMAT} and {key}")
-        size = os.path.getsize(folder / "records.bin")
-        if size != said["bytes"]:
-            raise ValueError(f"{folder / 'records.bin'} has {size} bytes; needed: {said['bytes']} (truncated?)")
+        said = appended.read(folder, key)
+        size = said["bytes"]
         self.index = {name: tuple(place) for name, place in said["records"].items()}
         self.data = np.memmap(folder / "records.bin", np.uint8, "r") if size else np.empty(0, np.uint8)
         self.folder, self.bytes, self.bits = folder, size, said["bits"]
@@ -79,87 +68,21 @@ class Store:
                 f"{len(names)} names, {len(set(names))} of them different, bits {bits}; "
                 f"needed: each once, bits of {BITS}"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            done, end = _known(folder, key, bits)
-            if (folder / "store.json").exists() and set(names) <= set(done):
-                return cls(folder, key)
-            _extend(folder, key, bits, [name for name in names if name not in done], load, done, end, workers)
+        head = {"format": appended.FORMAT, "key": key, "bits": bits}
+
+        def blobs(missing: list[str]):
+            tensors: Iterable[tuple[str, Tensor]] = ((name, load(name)) for name in missing)
+            for name, record in encode_many(tensors, bits, workers, len(missing)):
+                yield name, record.data.numpy(), ()
+
+        appended.build(folder, head, names, blobs, _sound)
         return cls(folder, key)
 
 
-def _extend(folder: Path, key: str, bits: int, names: list[str], load, done: dict, end: int, workers) -> None:
-    """Append records to what is known, journal each, and write the index last."""
-    lines = [_head(key, bits), *({"name": name, "place": place} for name, place in done.items())]
-    manifest.write_text(folder / "journal.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "store.json").unlink(missing_ok=True)  # the journal knows all that it said
-    with open(folder / "records.bin", "r+b" if end else "wb") as data, open(folder / "journal.jsonl", "a") as journal:
-        data.truncate(end)
-        data.seek(end)
-        tensors: Iterable[tuple[str, Tensor]] = ((name, load(name)) for name in names)
-        for name, record in encode_many(tensors, bits, workers, len(names)):
-            data.write(record.data.numpy())
-            data.flush()
-            done[name] = (end, record.nbytes)
-            end += record.nbytes
-            journal.write(json.dumps({"name": name, "place": done[name]}) + "\n")
-            journal.flush()
-        os.fsync(data.fileno())
-    said = _head(key, bits) | {"bytes": end, "align": ALIGN, "records": done}
-    manifest.write_text(folder / "store.json", json.dumps(said))
-    (folder / "journal.jsonl").unlink()
-
-
-def _head(key: str, bits: int) -> dict:
-    return {"format": FORMAT, "key": key, "bits": bits}
-
-
-def _known(folder: Path, key: str, bits: int) -> tuple[dict, int]:
-    """Records that lie there sound, of a finished store or of a killed build, and where they end.
-
-    Raises:
-        ValueError: the finished store of something else.
-    """
-    said = json.loads((folder / "store.json").read_text()) if (folder / "store.json").exists() else None
-    if said and {name: said.get(name) for name in _head(key, bits)} != _head(key, bits):
-        wanted = _head(key, bits)
-        raise ValueError(
-            f"{folder} holds the records of {({name: said.get(name) for name in wanted})}; needed: "
-            f"{wanted}, or another folder"
-        )
-    size = os.path.getsize(folder / "records.bin") if (folder / "records.bin").exists() else 0
-    listed = list(said["records"].items()) if said else _journalled(folder, key, bits)
-    if said and said["bytes"] == size:
-        return {name: tuple(place) for name, place in listed}, size
-    done, end = {}, 0
-    for name, (start, length) in listed:
-        if start != end or start + length > size or not _sound(folder / "records.bin", start, length):
-            break
-        done[name], end = (start, length), start + length
-    (folder / "store.json").unlink(missing_ok=True)
-    return done, end
-
-
-def _journalled(folder: Path, key: str, bits: int) -> list[tuple[str, list[int]]]:
-    """Names and places in the journal of a killed build of the same kind; a torn last line counts for nothing."""
-    path, found = folder / "journal.jsonl", []
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not lines or lines[0] != json.dumps(_head(key, bits)):
-        return found
-    for line in lines[1:]:
-        try:
-            said = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        found.append((said["name"], said["place"]))
-    return found
-
-
-def _sound(path: Path, start: int, length: int) -> bool:
+def _sound(data: np.ndarray, place) -> bool:
     """Whether a record in the file is what it was when it was written."""
     try:
-        WireRecord(torch.from_numpy(np.fromfile(path, np.uint8, length, offset=start))).verify()
+        WireRecord(torch.from_numpy(data)).verify()
     except ValueError:
         return False
     return True
