@@ -7,9 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-OPTIONS = {"triton.cudagraphs": False}
+from dualdeadline.kernels import topk
+
 RECOMPILES = 64  # torch.compile's own limit of 8 is used up by a few batch and cache sizes
+
+
+class SmallTopK(CustomGraphPass):
+    """Puts the small top-k kernel where a router calls torch's."""
+
+    def __call__(self, graph) -> None:
+        topk.replace(graph)
+
+    def uuid(self):
+        """What compiled code is cached by."""
+        return get_hash_for_files((topk.__file__, __file__))
+
+
+def options() -> dict[str, Any]:
+    """Inductor's options: tuned kernels, since matrix times vector is most of a decode step; graphs are ours."""
+    return {
+        "triton.cudagraphs": False,
+        "coordinate_descent_tuning": True,
+        "post_grad_custom_post_pass": SmallTopK(),
+    }
 
 
 class Compiled:
@@ -17,8 +39,10 @@ class Compiled:
 
     def __init__(self, forward: Callable, tell: Callable[[str, str], None]):
         self._tell, self._told = tell, False
-        self._ways = [(how, torch.compile(forward, fullgraph=how == "whole", dynamic=False,
-                                          options=OPTIONS)) for how in ("whole", "in parts")]
+        self._ways = [
+            (how, torch.compile(forward, fullgraph=how == "whole", dynamic=False, options=options()))
+            for how in ("whole", "in parts")
+        ]
 
     def __call__(self, call: dict[str, Any]):
         from torch import _dynamo

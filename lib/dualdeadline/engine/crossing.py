@@ -17,7 +17,7 @@ from dualdeadline.kernels import wire as wire_kernel
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import BITS, HostStore
 
-FETCH_PROGRAMS = 16  # of a fetch: what fills the link (notebook 06)
+FETCH_PROGRAMS, FETCH_WARPS = 32, 2  # of a fetch: small blocks leave short tails
 HOST_DECODE_PROGRAMS = 264  # of a decode straight from host memory (notebook 08)
 DECODE_PROGRAMS = 1056  # of a decode from staging memory that products wait for
 AHEAD_PROGRAMS = 132  # of one beside the products
@@ -33,7 +33,7 @@ class Crossing:
 
     Args:
         store, banks: of the engine. records: how many a list may hold (0: none, or nothing is coded).
-        programs: of the decode from staging memory.
+        programs: of the decode from staging memory. lanes: programs of a fetch; fewer emulate a slower link.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Crossing:
         records: Sequence[int],
         device,
         programs: int = DECODE_PROGRAMS,
+        lanes: int = FETCH_PROGRAMS,
     ):
-        self.store, self.banks, self.programs = store, banks, programs
+        self.store, self.banks, self.programs, self.lanes = store, banks, programs, lanes
         self.staged, most = {}, max(records) if store.coded else 0
         self.row = torch.arange(max(1, most), dtype=torch.int32, device=device)
         for part, count in zip(COMPONENTS, records):
@@ -61,10 +62,11 @@ class Crossing:
         part = COMPONENTS[index]
         source, bank = self.store.sources[part][number], self.banks[part][number]
         wanted, dest, count = listed.source[index], listed.dest[index], listed.count[index : index + 1]
+        row = self.row[: len(wanted)]
         if not self.store.coded:
-            fetch.fetch(source, bank, wanted, dest, count, FETCH_PROGRAMS)
+            fetch.fetch(source, bank, wanted, dest, count, self.lanes, FETCH_WARPS)
         elif self._fits(part, wanted):
-            fetch.fetch(source, self._staging(part, number), wanted, self.row[: len(wanted)], count, FETCH_PROGRAMS)
+            fetch.fetch(source, self._staging(part, number), wanted, row, count, self.lanes, FETCH_WARPS)
         else:
             wire_kernel.decode(source, bank, wanted, dest, count, BITS, HOST_DECODE_PROGRAMS, spread=True)
 
@@ -74,9 +76,7 @@ class Crossing:
         dest, count = listed.dest[index], listed.count[index : index + 1]
         if self.store.coded and self._fits(part, dest):
             bank, row = self.banks[part][number], self.row[: len(dest)]
-            wire_kernel.decode(
-                self._staging(part, number), bank, row, dest, count, BITS, self.programs, spread=True
-            )
+            wire_kernel.decode(self._staging(part, number), bank, row, dest, count, BITS, self.programs, spread=True)
 
     def _fits(self, part: str, listed: Tensor) -> bool:
         return part in self.staged and len(listed) <= len(self.staged[part])

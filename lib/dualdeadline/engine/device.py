@@ -23,6 +23,7 @@ from dualdeadline.kernels import slots as kernel
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import HostStore
 
+
 class DeviceDriven:
     """Runs layers of up to 8 tokens whose experts fit into the slots at once.
 
@@ -60,7 +61,7 @@ class DeviceDriven:
         self.now: Crossing | None = None  # of what the router asked for
         self.later: Crossing | None = None  # of what was guessed
         self.admitted = None  # event: the tables hold the guesses
-        self.landed: dict[int, object] = {}  # by layer, event: its guesses are in their slots
+        self.landed: dict[int, tuple] = {}  # by layer and component, events: its guesses are in their slots
 
     def capturing(self) -> bool:
         """Whether what is launched now is recorded, not run."""
@@ -82,23 +83,26 @@ class DeviceDriven:
         hidden, weights = hidden.contiguous(), weights.contiguous()
         gate_up, down = (self.banks[part][number] for part in COMPONENTS)
         if self.resident:
-            return experts.experts(hidden, gate_up, down, ids.int().contiguous(), weights, check=False)
+            return experts.experts(hidden, gate_up, down, ids.contiguous(), weights, check=False)
         found = self._buffers(ids)
         self._wait(self.admitted)
         kernel.lookup(self.tables, number, ids.contiguous(), found)
-        both, landed = range(len(COMPONENTS)), self.landed.pop(number, None)
+        both, landed = range(len(COMPONENTS)), self.landed.pop(number, (None, None))
         if not self.now.stages(found):  # a look-up may have given a guess's slot away: the guess must land before
-            self._wait(landed, 0)
+            self._wait(landed[1], 0)
         crossed = [self._on_link(lambda index=index: self.now.cross(number, index, found)) for index in both]
         self._guess(number, hidden, ids)
-        self._wait(landed)
-        for index in both if not self.two_deadlines else both[:1]:
+
+        def land(index: int) -> None:
+            self._wait(landed[index])
             self._wait(crossed[index])
             self.now.land(number, index, found)
+
+        for index in both[:1] if self.two_deadlines else both:
+            land(index)
         partial = experts.gate_up(hidden, gate_up, found.slots[0], check=False)
         if self.two_deadlines:
-            self._wait(crossed[1])
-            self.now.land(number, 1, found)
+            land(1)
         out = experts.down_combine(partial, down, found.slots[1], weights, check=False)
         if number == len(self.layers) - 1:
             self._join(1)
@@ -133,15 +137,16 @@ class DeviceDriven:
         if not admits:
             return
         self._after(1, 0)
-        wanted = [index for index in range(len(COMPONENTS)) if self.budget[index]]
-        with self._stream(0):
-            for index in wanted:
-                self.later.cross(target, index, self.ahead)
-        self._after(0, 1)  # the lists may not change before they were read
-        with self._stream(1):
-            for index in wanted:
-                self.later.land(target, index, self.ahead)
-            self.landed[target] = self._event(1)
+        landed = []
+        for index, budget in enumerate(self.budget):
+            if budget:
+                with self._stream(0):
+                    self.later.cross(target, index, self.ahead)
+                self._after(0, 1)  # the lists may not change before they were read
+                with self._stream(1):
+                    self.later.land(target, index, self.ahead)
+            landed.append(self._event(1))
+        self.landed[target] = tuple(landed)
 
     def _ask(self, number: int, hidden: Tensor, ids: Tensor):
         """The guide's answer; one that fails is switched off."""

@@ -89,10 +89,13 @@ class Workspace:
     barrier: Tensor
 
 
-def workspace(N: int, K: int, H: int, F: int, dtype: torch.dtype, device="cpu") -> Workspace:
-    """Allocate what one call of `experts` writes; a call into a CUDA graph needs one that outlives the graph."""
+def workspace(N: int, K: int, H: int, F: int, dtype: torch.dtype, device="cpu", barrier: bool = True) -> Workspace:
+    """Allocate what one call of `experts` writes; a call into a CUDA graph needs one that outlives the graph.
+
+    Only persistent launches need the barrier; setting it to zero is a launch of its own.
+    """
     return Workspace(torch.empty(N, K, F, dtype=dtype, device=device), torch.empty(N, H, dtype=dtype, device=device),
-                     torch.zeros(1, dtype=torch.int32, device=device))
+                     torch.zeros(int(barrier), dtype=torch.int32, device=device))
 
 
 _buffers = workspace  # `experts` has an argument of that name
@@ -103,7 +106,7 @@ def gate_up(x: Tensor, bank: Tensor, slots: Tensor, out: Tensor | None = None, p
     """hidden [N,K,F] = silu(gate x) * (up x) in x's dtype; sums in float32, the product is rounded once.
 
     Args:
-        x: tokens [N,H]. bank: gate/up [C,2F,H]. slots: int32[N,K].
+        x: tokens [N,H]. bank: gate/up [C,2F,H]. slots: int32 or int64 [N,K].
         out: written in place; nothing is allocated then. pairs: int32, the pairs to compute (all); others stay.
         tiles: cut of the launch. check: look for slots out of range, which waits for the device (on a CPU only).
 
@@ -214,7 +217,7 @@ def experts(x: Tensor, gate_up_bank: Tensor, down_bank: Tensor, slots: Tensor, w
         return grouped.experts(x, gate_up_bank, down_bank, slots, weights, check=check)
     N, K, H, F = _validate(x, gate_up_bank, slots, "gate_up", None, check)
     tiles = tiles or Tiles.default(H, F, N)
-    buffers = workspace or _buffers(N, K, H, F, x.dtype, x.device)
+    buffers = workspace or _buffers(N, K, H, F, x.dtype, x.device, tiles.persistent > 0)
     if tiles.persistent:
         _persistent_launch(x, gate_up_bank, down_bank, slots, weights, buffers, tiles, (N, K, H, F))
     else:
@@ -266,8 +269,10 @@ def _like(tensor: Tensor, name: str, shape: tuple, dtype: torch.dtype | None = N
 def _validate(inputs, bank, slots, component, pairs, check, max_tokens=MAX_TOKENS):
     """(N, K, H, F) of one stage's arguments, or an error that names what does not fit."""
     require(inputs)
-    if slots.dim() != 2 or slots.dtype != torch.int32 or not slots.is_contiguous():
-        raise ValueError(f"slots is {slots.dtype} {tuple(slots.shape)}; needed: contiguous int32 [N,K]")
+    kinds = (torch.int32, torch.int64) if max_tokens == MAX_TOKENS else (torch.int32,)
+    if slots.dim() != 2 or slots.dtype not in kinds or not slots.is_contiguous():
+        named = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        raise ValueError(f"slots is {slots.dtype} {tuple(slots.shape)}; needed: contiguous {named} [N,K]")
     if bank.dim() != 3 or len(bank) == 0 or not bank[0].is_contiguous() or bank.dtype != inputs.dtype:
         raise ValueError(f"the {component} bank is {bank.dtype} {tuple(bank.shape)}, strides {bank.stride()}; needed: "
                          f"{inputs.dtype} of three dimensions, contiguous within a slot")
