@@ -25,16 +25,23 @@ profile = "pilot"  # name of a file in notebooks/profiles
 model = "pilot-olmoe"  # key in data_manifests/models.yaml; its tokens are compared, its routes drive the model of real size
 corpus = "pilot"  # prompt set
 split = "test"  # split for which notebook 03 wrote scores
-measure = ["baselines", "steps"]  # what to measure where a GPU is; records of other machines are shown either way
+measure = ["steps", "map", "energy", "baselines"]  # what to measure where a GPU is; records of other machines are shown either way
 certified = 2  # prompts whose tokens and logits are compared bit by bit
 prompt_tokens = 32  # of each, its last ones
 new_tokens = 8  # generated for that comparison
 certified_slots = [8, 64]  # slots per layer in that comparison
 prompts = 8  # prompts whose decode steps drive the measured model
 slots = [16, 32, 48]  # slots per layer of the measured model
-predictors = ["residual_gate", "random", "oracle", "shuffled"]  # guesses: recorded scores, and controls
-budgets = [[2, 0]]  # components fetched ahead per layer, gate/up and down
-thresholds = [0.7]  # least probability of a guess
+guesses = [  # scores (recorded, or controls), gate/up and down components ahead per layer, least probability
+    ["residual_gate", 1, 0, 0.7], ["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.7],
+    ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
+warm_guesses = [["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
+map_slots = [32]  # slots of the map of links and layers
+map_lanes = [2, 4]  # programs of a fetch there: fewer emulate a slower link
+map_guesses = [["residual_gate", 2, 0, 0.7]]
+map_prompts = 2  # prompts of the map
+chosen = [32, "residual_gate", 2, 0, 0.7]  # slots and guesses whose energy is compared
+energy_seconds = 60  # of each of the two compared
 horizon = 1  # layers ahead
 sizes = {}  # of the measured model, where they are not OLMoE-1B-7B's (fields of its config)
 baseline_steps = 24  # decode steps of each baseline
@@ -62,9 +69,11 @@ report.style()
 # certificate of this machine, and record rows of decode steps.
 
 # %%
-labels = [name for name in predictors if name not in ("oracle", "shuffled")]
+labels = sorted({name for name, *_ in guesses + warm_guesses + map_guesses} - {"oracle", "shuffled"})
 drive = study.with_controls(recorded.load(workspace, model, corpus, split, labels, horizon, prompts, seed), seed)
-variants = cases.all_cases(slots, drive.E, predictors, [tuple(budget) for budget in budgets], thresholds)
+variants = cases.all_cases(slots, drive.E, guesses, warm_guesses)
+wide = cases.map_cases(map_slots, map_lanes, map_guesses)
+picked = cases.guess(cases.Case(chosen[0]), *chosen[1:])
 ids = [list(row)[-prompt_tokens:] for row in drive.ids[:certified]]
 
 # %% [markdown]
@@ -114,13 +123,18 @@ print(int(found.logits_differ.sum()), int(found.tokens_differ.sum()), sorted(set
 # the resident variant's in every bit.
 
 # %%
+if "steps" in parts:
+    wide = wide if "map" in parts else []
+    groups = study.build(drive, variants + wide, seed, compile, **sizes)
+    seconds = energy_seconds if "energy" in parts else 0
+    found = study.measured(groups, drive, resamples, seed, wide, map_prompts, picked, seconds)
+    overlap.record_parts("09_decode", model, workspace, found)
+    del groups
+
+# %%
 if "baselines" in parts:
     overlap.record_parts("09_decode", model, workspace, baselines.stock(baseline_steps, seed, **sizes))
     overlap.record_parts("09_decode", model, workspace, baselines.accelerate(2, seed, **sizes))
-
-# %%
-if "steps" in parts:
-    overlap.record_parts("09_decode", model, workspace, study.steps(drive, variants, resamples, seed, compile, **sizes))
 
 # %%
 rows = record.read(workspace, "09_decode", model)

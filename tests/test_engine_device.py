@@ -97,8 +97,19 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
                  num_experts=E, num_experts_per_tok=K, vocab_size=64)
     monkeypatch.setattr(measure, "CHECKED", 1)
     cases = [Case(E, "raw"), Case(2, "raw", "demand_serial"), Case(2, "raw"), Case(2, "raw", predictor="oracle", budget=(2, 0))]
-    parts = dict(study.steps(drive, cases, 20, 0, compile=False, device="cpu", **sizes))
-    assert parts["check"][0]["median"] == 4
+    slow = [Case(2, "raw", lanes=1, compiled=False)]
+    kept = Case(2, "raw", warm=True)
+    groups = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
+    parts = dict(study.measured(groups, drive, 20, 0, slow, 1, cases[-1], 2.5))
+    assert parts["check"][0]["median"] == 6
+    assert parts["links"][0]["config"] == {"lanes": 1} and parts["links"][0]["median"] > 0
+    assert {row["config"]["lanes"] for row in parts["map"]} == {1} and {row["n"] for row in parts["map"]} == {1}
+    hits = {row["config"]["warm"]: row["median"] for row in parts["steps"] if row["metric"] == "hit_rate"
+            and row["variant"] == "no prefetch" and row["config"]["schedule"] == "staged_barrier"}
+    assert hits[True] >= hits[False]
+    energy = {(row["variant"], row["metric"]): row for row in parts["energy"]}
+    assert energy["oracle", "joules_per_token"]["config"]["source"].startswith(("none", "rapl"))
+    assert energy["chosen-one deadline", "energy_ratio"]["config"]["guesses"] == "oracle"
     found = {(row["variant"], row["metric"]): row for row in parts["steps"]}
     assert found["oracle", "useful_per_token"]["median"] == found["oracle", "ahead_per_token"]["median"] > 0
     assert {"two deadlines-one deadline", "oracle-no prefetch"} <= {name for name, _ in found}

@@ -55,7 +55,7 @@ class Variants:
     Args:
         recorded: what drives the routers. wire: of the store. cases: those of this wire.
         compile: also compile the code around the experts.
-        shared: slots by their number per layer, shared by variants: each run begins with nothing in them.
+        shared: slots by their number per layer, shared by variants whose runs begin with nothing in them.
     """
 
     def __init__(
@@ -96,8 +96,9 @@ class Variants:
 
     def _variant(self, case: Case, kernel) -> DeviceDriven:
         handle, spec = self.handle, self.spec
-        if case.slots not in self.banks:
-            self.banks[case.slots] = self._slots(case.slots)
+        own = case if case.warm else case.slots  # what stays in slots must not be shared
+        if own not in self.banks:
+            self.banks[own] = self._slots(case.slots)
         tables = cache.SlotTables(spec.L, spec.E, (case.slots, case.slots), self.device)
         guide = None
         if case.predictor:
@@ -111,13 +112,14 @@ class Variants:
         return DeviceDriven(
             handle.layers,
             handle.store,
-            self.banks[case.slots],
+            self.banks[own],
             tables,
             case.schedule,
             guide,
             case.budget,
             case.threshold,
             cache.control(BREAK_EVEN, self.device),
+            case.lanes,
         )
 
     def _slots(self, count: int) -> dict[str, list[Tensor]]:
@@ -143,14 +145,15 @@ class Variants:
     def step(self, case: Case):
         """One decode step of a variant: the model's own forward, replayed once it is captured. Logits [1,1,V]."""
         self.handle.device, self.handle.newer = self.devices[case], "device"
+        self.handle.captured.compiling = case.compiled
         place = self.places[self.place : self.place + 1, None]
         self.place += 1
         return self.model(self.token, position_ids=place, past_key_values=self.caches[case], use_cache=True).logits
 
     @torch.inference_mode()
     def rewind(self, case: Case, step: int) -> None:
-        """Let the next step of a variant be a recorded one, right behind the prompt, with nothing in its slots."""
-        if not self.devices[case].resident:
+        """Let the next step of a variant be a recorded one, right behind the prompt, with nothing in cold slots."""
+        if not (self.devices[case].resident or case.warm):
             self.devices[case].tables.clear()
         self.driver.rewind(step)
         self.place = PROMPT

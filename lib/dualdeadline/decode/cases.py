@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from dualdeadline.engine.crossing import FETCH_PROGRAMS
+from dualdeadline.engine.options import IN_GRAPH
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,8 @@ class Case:
         slots: per layer; as many as experts: everything is resident. wire: raw or coded.
         schedule: `demand_serial` (one deadline) or `staged_barrier` (two).
         predictor: label of recorded scores, or "" for none. budget: components ahead per layer, (gate_up, down).
-        threshold: least probability.
+        threshold: least probability. warm: slots keep what earlier prompts left in them, as a server's would.
+        lanes: programs of a fetch; fewer emulate a slower link. compiled: the stock code around the experts is.
     """
 
     slots: int
@@ -23,6 +27,9 @@ class Case:
     predictor: str = ""
     budget: tuple[int, int] = (0, 0)
     threshold: float = 0.5
+    warm: bool = False
+    lanes: int = FETCH_PROGRAMS
+    compiled: bool = True
 
     @property
     def name(self) -> str:
@@ -37,24 +44,36 @@ class Case:
     @property
     def base(self) -> Case:
         """The same without guesses."""
-        return Case(self.slots, self.wire, self.schedule)
+        return replace(self, predictor="", budget=(0, 0), threshold=Case.threshold)
 
 
-def all_cases(
-    slots: Sequence[int],
-    E: int,
-    predictors: Sequence[str],
-    budgets: Sequence[tuple[int, int]],
-    thresholds: Sequence[float],
-) -> list[Case]:
-    """Resident; both wires and both numbers of deadlines at every number of slots; guesses on the faster wire."""
+def guess(base: Case, label: str, gate_up: int, down: int, threshold: float) -> Case:
+    """A case with guesses: predictor's label, components ahead per layer, least probability."""
+    return replace(base, predictor=label, budget=(gate_up, down), threshold=threshold)
+
+
+def all_cases(slots: Sequence[int], E: int, guesses: Sequence[Sequence], warm: Sequence[Sequence]) -> list[Case]:
+    """Resident; both wires and both numbers of deadlines at every number of slots; guesses on encoded experts.
+
+    Args:
+        guesses, warm: arguments of `guess`, for slots that start empty and for slots that stay warm.
+    """
     found = [Case(E, "raw")]
     for count in slots:
-        found += [Case(count, wire, name) for wire in ("raw", "coded") for name in ("demand_serial", "staged_barrier")]
-        found += [
-            Case(count, "coded", "staged_barrier", label, tuple(budget), threshold)
-            for label in predictors
-            for budget in budgets
-            for threshold in thresholds
-        ]
+        base = Case(count)
+        found += [Case(count, wire, name) for wire in ("raw", "coded") for name in IN_GRAPH]
+        found += [guess(base, *one) for one in guesses]
+        kept = replace(base, warm=True)
+        found += [kept, *(guess(kept, *one) for one in warm)]
+    return found
+
+
+def map_cases(slots: Sequence[int], lanes: Sequence[int], guesses: Sequence[Sequence]) -> list[Case]:
+    """Where staging, compression and guesses pay: links of several speeds, and layers compiled or not."""
+    found = []
+    for count in slots:
+        for programs, compiled in [(number, True) for number in lanes] + [(FETCH_PROGRAMS, False)]:
+            base = Case(count, lanes=programs, compiled=compiled)
+            found += [replace(base, wire=wire, schedule=name) for wire in ("raw", "coded") for name in IN_GRAPH]
+            found += [guess(replace(base, wire=wire), *one) for wire in ("raw", "coded") for one in guesses]
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,9 @@ from tqdm.auto import tqdm
 
 from dualdeadline.decode.big import Variants
 from dualdeadline.decode.cases import Case
+from dualdeadline.engine.crossing import FETCH_WARPS
+from dualdeadline.kernels.fetch import fetch
+from dualdeadline.overlap.rows import measured as overlapped
 
 CHECKED = 12  # steps whose logits are compared with the resident variant's, bit by bit
 
@@ -34,10 +37,20 @@ def check(groups: Sequence[Variants], first: int) -> int:
     return compared
 
 
-def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0) -> pd.DataFrame:
-    """DataFrame(case, prompt, ms, steps, and the tables' counters) of every variant and prompt; `case` is a Case."""
+def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0, cases=None) -> pd.DataFrame:
+    """DataFrame(case, prompt, ms, steps, and the tables' counters) of every variant and prompt; `case` is a Case.
+
+    Slots that stay warm have served the last prompt before the first.
+
+    Args:
+        cases: to run (default: all that the groups have).
+    """
     draw, found = np.random.default_rng(seed), []
-    every = _all(groups)
+    every = [(group, case) for group, case in _all(groups) if cases is None or case in cases]
+    for group, case in every:
+        if case.warm:
+            group.rewind(case, spans[-1].start)
+            _timed(group, case, spans[-1].stop - spans[-1].start)
     for prompt, span in enumerate(tqdm(spans, desc="prompts", leave=False)):
         for place in draw.permutation(len(every)):
             group, case = every[place]
@@ -53,18 +66,41 @@ def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0) -> pd
     return pd.DataFrame(found)
 
 
+def link(groups: Sequence[Variants], lanes: int, times: int = 10) -> dict:
+    """Record row: GB/s of a fetch with so many programs, one expert's weights at a time, from the first raw store."""
+    group = next(group for group in groups if not group.handle.store.coded)
+    host = group.handle.store.sources["gate_up"][0]
+    bank = torch.empty_like(host[:1], device=group.device)
+    pick = torch.arange(len(host), dtype=torch.int32, device=group.device)
+    none, one = (torch.tensor([number], dtype=torch.int32, device=group.device) for number in (0, 1))
+    found = []
+    for number in range(times + 1):
+        here = pick[number % len(host) :][:1]
+        ms = _clocked(group.device, lambda here=here: fetch(host, bank, here, none, one, lanes, FETCH_WARPS))
+        found.append(host[0].nbytes / ms / 1e6)
+    return overlapped("fetch", "link_gbps", "GB/s", found[1:], {"lanes": lanes})
+
+
 def _timed(group: Variants, case: Case, steps: int) -> float:
-    """Milliseconds of some steps behind one another, by CUDA events (by the clock on a CPU)."""
-    if group.device.type != "cuda":
-        begun = time.perf_counter()
+    """Milliseconds of some steps behind one another."""
+
+    def work() -> None:
         for _ in range(steps):
             group.step(case)
+
+    return _clocked(group.device, work)
+
+
+def _clocked(device: torch.device, work: Callable[[], object]) -> float:
+    """Milliseconds by CUDA events, by the clock on a CPU."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        work()
         return 1e3 * (time.perf_counter() - begun)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
-    for _ in range(steps):
-        group.step(case)
+    work()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pandas as pd
 
@@ -80,9 +81,9 @@ def pairs(case: Case) -> Iterable[tuple[str, str, str, Case]]:
         yield f"{case.name}-no prefetch", "prefetch_difference_ms", "ms", case.base
         yield f"{case.name}-no prefetch", "prefetch_time_ratio", "ratio", case.base
     elif case.schedule == "staged_barrier":
-        yield "two deadlines-one deadline", "deadline_difference_ms", "ms", Case(case.slots, case.wire, "demand_serial")
+        yield "two deadlines-one deadline", "deadline_difference_ms", "ms", replace(case, schedule="demand_serial")
         if case.wire == "coded":
-            yield "encoded-raw", "wire_time_ratio", "ratio", Case(case.slots, "raw", case.schedule)
+            yield "encoded-raw", "wire_time_ratio", "ratio", replace(case, wire="raw")
 
 
 def sizes_rows(sizes: Mapping[str, Mapping[str, int]]) -> list[dict]:

@@ -73,6 +73,7 @@ class CapturedForward:
 
     Attributes:
         inside: True while a forward runs that is, or will be, captured: nothing in it may wait for the device.
+        compiling: set to False, steps first met from then on are captured as they are.
 
     Args:
         compile: capture `torch.compile`'s version of the forward; if that fails, warns and does without.
@@ -95,7 +96,7 @@ class CapturedForward:
         self._before, self._original = model.__dict__.get("forward"), model.forward
         self._config, self._anchor = vars(model.config.get_text_config()), next(model.parameters())
         self._names = list(inspect.signature(self._original).parameters)
-        self._compiled = Compiled(self._original, self._tell) if compile else None
+        self._compiled, self.compiling = (Compiled(self._original, self._tell) if compile else None), compile
         self._places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._steps: OrderedDict[tuple, _Step] = OrderedDict()
         self._refused: dict[tuple, str] = {}
@@ -223,7 +224,7 @@ class CapturedForward:
         self.inside = True
         try:
             call = step.arguments | {step.cache_name: cache}
-            output = self._compiled(call) if self._compiled else None
+            output = self._compiled(call) if self._compiled and self.compiling else None
             if output is None:
                 with rolling(places):
                     output = self._original(**call)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualdeadline.cache import slots as cache
-from dualdeadline.engine.crossing import AHEAD_PROGRAMS, Crossing
+from dualdeadline.engine.crossing import AHEAD_PROGRAMS, DECODE_PROGRAMS, FETCH_PROGRAMS, Crossing
 from dualdeadline.engine.surgery import LayerExperts
 from dualdeadline.kernels import experts
 from dualdeadline.kernels import slots as kernel
@@ -31,7 +31,7 @@ class DeviceDriven:
         layers, store, banks: of the engine. tables: on the device. guide: (number, hidden, ids) -> (ids [N,G],
             probabilities [N,G]) for layer number + guide.horizon, or None; without host work.
         schedule: `demand_serial` fetches both components before the first product, `staged_barrier` lets down cross
-            while gate/up computes. budget, threshold, control: of `kernels.slots.admit`.
+            while gate/up computes. budget, threshold, control: of `kernels.slots.admit`. lanes: of `Crossing`.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class DeviceDriven:
         budget=(0, 0),
         threshold: float = 0.5,
         control: Tensor | None = None,
+        lanes: int = FETCH_PROGRAMS,
     ):
         self.layers, self.store, self.banks, self.tables = layers, store, banks, tables
         self.two_deadlines, self.guide = schedule == "staged_barrier", guide
-        self.budget, self.threshold, self.control = tuple(budget), threshold, control
+        self.budget, self.threshold, self.control, self.lanes = tuple(budget), threshold, control, lanes
         self.cuda = tables.slot_of.device.type == "cuda"
         self.E = layers[0].E
         self.resident = all(len(banks[part][0]) >= self.E for part in COMPONENTS)
@@ -114,7 +115,7 @@ class DeviceDriven:
     def _buffers(self, ids: Tensor):
         N, K = ids.shape
         if self.now is None:
-            self.now = Crossing(self.store, self.banks, (K, K), ids.device)
+            self.now = Crossing(self.store, self.banks, (K, K), ids.device, DECODE_PROGRAMS, self.lanes)
         if N not in self.found:
             self.found[N] = cache.Found(N, K, ids.device)
         return self.found[N]
@@ -127,7 +128,7 @@ class DeviceDriven:
         if self.ahead is None:
             self.ahead = cache.Ahead(self.budget, ids.device)
             room = (self.ahead.source.shape[1] if budget else 0 for budget in self.budget)
-            self.later = Crossing(self.store, self.banks, tuple(room), ids.device, AHEAD_PROGRAMS)
+            self.later = Crossing(self.store, self.banks, tuple(room), ids.device, AHEAD_PROGRAMS, self.lanes)
         with self._beside(1):
             guessed = self._ask(number, hidden, ids)
             admits = guessed is not None and target < len(self.layers)
