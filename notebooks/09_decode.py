@@ -72,7 +72,7 @@ report.style()
 labels = sorted({name for name, *_ in guesses + warm_guesses + map_guesses} - {"oracle", "shuffled"})
 drive = study.with_controls(recorded.load(workspace, model, corpus, split, labels, horizon, prompts, seed), seed)
 variants = cases.all_cases(slots, drive.E, guesses, warm_guesses)
-wide = cases.map_cases(map_slots, map_lanes, map_guesses)
+wide = cases.map_cases(map_slots, drive.E, map_lanes, map_guesses)
 picked = cases.guess(cases.Case(chosen[0]), *chosen[1:])
 ids = [list(row)[-prompt_tokens:] for row in drive.ids[:certified]]
 

@@ -68,9 +68,9 @@ def all_cases(slots: Sequence[int], E: int, guesses: Sequence[Sequence], warm: S
     return found
 
 
-def map_cases(slots: Sequence[int], lanes: Sequence[int], guesses: Sequence[Sequence]) -> list[Case]:
+def map_cases(slots: Sequence[int], E: int, lanes: Sequence[int], guesses: Sequence[Sequence]) -> list[Case]:
     """Where staging, compression and guesses pay: links of several speeds, and layers compiled or not."""
-    found = []
+    found = [Case(E, "raw", compiled=False)]
     for count in slots:
         for programs, compiled in [(number, True) for number in lanes] + [(FETCH_PROGRAMS, False)]:
             base = Case(count, lanes=programs, compiled=compiled)
