@@ -125,11 +125,11 @@ print(int(found.logits_differ.sum()), int(found.tokens_differ.sum()), sorted(set
 # %%
 if "steps" in parts:
     wide = wide if "map" in parts else []
-    groups = study.build(drive, variants + wide, seed, compile, **sizes)
+    group = study.build(drive, variants + wide, seed, compile, **sizes)
     seconds = energy_seconds if "energy" in parts else 0
-    found = study.measured(groups, drive, resamples, seed, wide, map_prompts, picked, seconds)
+    found = study.measured(group, drive, resamples, seed, wide, map_prompts, picked, seconds)
     overlap.record_parts("09_decode", model, workspace, found)
-    del groups
+    del group
 
 # %%
 if "baselines" in parts:
@@ -138,7 +138,6 @@ if "baselines" in parts:
 
 # %%
 rows = record.read(workspace, "09_decode", model)
-gbps = shown.link_gbps(workspace, model)
 assert len(shown.steps(rows)), f"no measured decode steps for {model}; needed: this notebook run on a GPU"
 
 # %% tags=["nbval-check-output"]
@@ -161,28 +160,48 @@ report.save(fig, "09_speed", workspace, shown.steps(rows, "tokens_per_s"));
 # %% tags=["table"]
 report.table(shown.speeds(rows), "speeds", "tokens/s by slots per layer", workspace, digits=0)
 
+# %% tags=["table"]
+report.table(shown.speeds(rows, warm=True), "speeds_warm", "the same with slots that stay warm between prompts", workspace, digits=0)
+
 # %% [markdown]
 # ## How far from the floor
 #
-# Without prediction a step cannot be shorter than the resident step plus the time its bytes take on the link.
+# Without prediction a step cannot be shorter than the resident step plus the time its bytes take on the link (plain copies, measured in
+# the same run); with perfect guesses not shorter than the longer of both.
 
 # %% tags=["table"]
-report.table(shown.floors(rows, gbps), "floors", "steps without prefetch", workspace, digits=3)
+report.table(shown.floors(rows), "floors", "steps without prefetch", workspace, digits=3)
 
 # %% [markdown]
 # ## Simulated beside measured
 #
-# From single fetches, decodes and kernels and the resident step. What is missing in the model is what a layer costs beside them: the
-# look-up, launches, and the latency of a fetch.
+# From single look-ups, fetches, decodes and kernels and the resident step, nothing of it fitted to whole steps.
 
 # %%
 if not sizes:  # costs are recorded for OLMoE's sizes
-    costs = simulated.costs(workspace, model, shown.resident_ms(rows), drive.routes.shape[1])
-    overlap.record_parts("09_decode", model, workspace, [("simulated", simulated.rows(drive, variants, costs, resamples, seed))])
+    costs = simulated.cost(workspace, model, shown.resident_ms(rows), drive.routes.shape[1])
+    guessed = simulated.rows(drive, variants, costs, shown.stored(rows, "coded"), resamples, seed)
+    overlap.record_parts("09_decode", model, workspace, [("simulated", guessed)])
     rows = record.read(workspace, "09_decode", model)
 
 # %% tags=["table"]
-report.table(simulated.errors(rows), "simulated", "mean step, ms", workspace, digits=2)
+report.table(shown.errors(rows), "simulated", "mean step, ms", workspace, digits=2)
+
+# %% [markdown]
+# ## The map
+#
+# Where two deadlines, encoding and guesses pay: the same steps over slower links (fewer programs fetch, which is how a link of an
+# older generation is emulated) and with the stock code around the experts captured as it is, not compiled, which makes a layer slower.
+# Shares of a step, negative is faster.
+
+# %% tags=["table"]
+report.table(shown.spread(rows), "map", "32 slots, prompts of the map", workspace, digits=3)
+
+# %% [markdown]
+# ## Energy
+
+# %% tags=["table"]
+report.table(shown.energy(rows), "energy", "idle power included", workspace, digits=3)
 
 # %% [markdown]
 # ## What guesses change
@@ -200,11 +219,10 @@ report.table(shown.prefetches(rows), "prefetch", "ms per step, negative is faste
 report.table(shown.baselines(rows), "baselines", "the same model, one token per step", workspace, digits=2)
 
 # %%
-Markdown(shown.answer(rows, gbps))
+Markdown(shown.answer(rows))
 
 # %% [markdown]
 # ## Limits
 #
 # Random weights under another model's routes: speed, not text. Slots start empty at each prompt, as in the replays; a server that keeps
-# them between prompts hits more. One H200 and its link. Steps are timed without sampling and stopping criteria, which `generate()` adds.
-# Energy is not measured yet.
+# them between prompts hits more (the warm rows). One H200 and its link. Steps are timed without sampling and stopping criteria, which `generate()` adds.

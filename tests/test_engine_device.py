@@ -99,10 +99,12 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
     cases = [Case(E, "raw"), Case(2, "raw", "demand_serial"), Case(2, "raw"), Case(2, "raw", predictor="oracle", budget=(2, 0))]
     slow = [Case(2, "raw", lanes=1, compiled=False)]
     kept = Case(2, "raw", warm=True)
-    groups = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
-    parts = dict(study.measured(groups, drive, 20, 0, slow, 1, cases[-1], 2.5))
-    assert parts["check"][0]["median"] == 6
-    assert parts["links"][0]["config"] == {"lanes": 1} and parts["links"][0]["median"] > 0
+    cases.insert(1, Case(2, "coded"))
+    group = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
+    parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 2.5))
+    assert parts["check"][0]["median"] == 7
+    links = {(row["variant"], row["config"]["lanes"]): row["median"] for row in parts["links"]}
+    assert set(links) == {("copy", 0), ("fetch", 1), ("fetch", Case.lanes)} and min(links.values()) > 0
     assert {row["config"]["lanes"] for row in parts["map"]} == {1} and {row["n"] for row in parts["map"]} == {1}
     hits = {row["config"]["warm"]: row["median"] for row in parts["steps"] if row["metric"] == "hit_rate"
             and row["variant"] == "no prefetch" and row["config"]["schedule"] == "staged_barrier"}

@@ -50,32 +50,31 @@ class Charged:
 
 
 class Variants:
-    """One model whose experts are in the host store once; each variant has its own slots, tables and graph.
+    """One model whose experts are in host memory once for each wire; each variant has its own tables and graph.
+
+    All variants run the same compiled code: compiled twice, it may add in another order, since kernels are tuned by
+    the clock. Variants whose runs begin with nothing in their slots share those of their number.
 
     Args:
-        recorded: what drives the routers. wire: of the store. cases: those of this wire.
-        compile: also compile the code around the experts.
-        shared: slots by their number per layer, shared by variants whose runs begin with nothing in them.
+        recorded: what drives the routers. compile: also compile the code around the experts.
     """
 
     def __init__(
         self,
         model,
         recorded: Recorded,
-        wire: str,
         cases: Sequence[Case],
-        shared: dict,
         seed: int = 0,
         compile: bool = False,
         device=None,
     ):
-        self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), shared
+        self.model, self.recorded, self.cases, self.banks = model, recorded, list(cases), {}
         spec = models.describe(model)
         first = min(case.slots for case in cases)
         engine.offload(
             model,
             slots=first,
-            wire=wire,
+            wire="raw",
             backend="graph",
             kernels="fused",
             predictor=None,
@@ -85,6 +84,9 @@ class Variants:
         )
         self.handle, self.device = model.dualdeadline, model.dualdeadline.options.device
         self.handle.captured.keep = len(cases) + 1
+        self.stores = {"raw": self.handle.store}
+        if any(case.wire == "coded" for case in cases):
+            self.stores["coded"] = self.handle.store.encoded()
         self.spec, self.caches, self.devices = spec, {}, {}
         kernel = guides.for_device(guides.untrained(spec, recorded.horizon), self.device)[0]
         self.driver = Driven(spec, recorded.routes)
@@ -111,7 +113,7 @@ class Variants:
             )
         return DeviceDriven(
             handle.layers,
-            handle.store,
+            self.stores[case.wire],
             self.banks[own],
             tables,
             case.schedule,

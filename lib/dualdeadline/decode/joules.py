@@ -13,7 +13,7 @@ CHOSEN, REFERENCE = "chosen", "one deadline"
 
 
 def rows(
-    groups: Sequence[Variants],
+    group: Variants,
     spans: Sequence[slice],
     chosen: Case,
     others: Sequence[Case],
@@ -29,7 +29,7 @@ def rows(
     """
     reference = Case(chosen.slots, chosen.wire, "demand_serial")
     tokens = min(span.stop - span.start for span in spans)
-    calls = {CHOSEN: _prompts(groups, chosen, spans), REFERENCE: _prompts(groups, reference, spans)}
+    calls = {CHOSEN: _prompts(group, chosen, spans), REFERENCE: _prompts(group, reference, spans)}
     found = energy.compare(calls, tokens, seconds, seconds / 10, seed)
     said = energy.ratio(found, CHOSEN, REFERENCE, resamples, seed)
     out = [said | {"config": said["config"] | {"slots": chosen.slots, "wire": chosen.wire, "guesses": chosen.name}}]
@@ -49,14 +49,13 @@ def rows(
         )
     for case in others:
         out += energy.records(
-            energy.per_token(_prompts(groups, case, spans), tokens, seconds / 6), case.name, case.config()
+            energy.per_token(_prompts(group, case, spans), tokens, seconds / 6), case.name, case.config()
         )
     return out
 
 
-def _prompts(groups: Sequence[Variants], case: Case, spans: Sequence[slice]):
+def _prompts(group: Variants, case: Case, spans: Sequence[slice]):
     """A call that decodes the next prompt's steps, as many of each as the shortest has."""
-    group = next(group for group in groups if case in group.cases)
     turn, steps = itertools.cycle(spans), min(span.stop - span.start for span in spans)
 
     def call() -> None:

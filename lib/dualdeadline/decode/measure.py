@@ -19,7 +19,7 @@ from dualdeadline.overlap.rows import measured as overlapped
 CHECKED = 12  # steps whose logits are compared with the resident variant's, bit by bit
 
 
-def check(groups: Sequence[Variants], first: int) -> int:
+def check(group: Variants, first: int) -> int:
     """Every variant's logits of some steps against the first one's; how many steps were compared.
 
     Compiled code adds in another order than the code it was made from, so each has a first one of its own. The first
@@ -29,7 +29,7 @@ def check(groups: Sequence[Variants], first: int) -> int:
         AssertionError: a bit differs.
     """
     wanted, compared = {}, 0
-    for group, case in _all(groups):
+    for case in group.cases:
         group.rewind(case, first)
         found = torch.stack([group.step(case).clone() for _ in range(CHECKED)])
         assert torch.equal(found, wanted.setdefault(case.compiled, found)), f"{case} changes logits"
@@ -37,23 +37,23 @@ def check(groups: Sequence[Variants], first: int) -> int:
     return compared
 
 
-def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0, cases=None) -> pd.DataFrame:
+def run(group: Variants, spans: Sequence[slice], seed: int = 0, cases: Sequence[Case] | None = None) -> pd.DataFrame:
     """DataFrame(case, prompt, ms, steps, and the tables' counters) of every variant and prompt; `case` is a Case.
 
     Slots that stay warm have served the last prompt before the first.
 
     Args:
-        cases: to run (default: all that the groups have).
+        cases: to run (default: all).
     """
     draw, found = np.random.default_rng(seed), []
-    every = [(group, case) for group, case in _all(groups) if cases is None or case in cases]
-    for group, case in every:
+    every = list(group.cases if cases is None else cases)
+    for case in every:
         if case.warm:
             group.rewind(case, spans[-1].start)
             _timed(group, case, spans[-1].stop - spans[-1].start)
     for prompt, span in enumerate(tqdm(spans, desc="prompts", leave=False)):
         for place in draw.permutation(len(every)):
-            group, case = every[place]
+            case = every[place]
             before = group.counts(case)
             group.rewind(case, span.start)
             ms = _timed(group, case, span.stop - span.start)
@@ -66,19 +66,31 @@ def run(groups: Sequence[Variants], spans: Sequence[slice], seed: int = 0, cases
     return pd.DataFrame(found)
 
 
-def link(groups: Sequence[Variants], lanes: int, times: int = 10) -> dict:
-    """Record row: GB/s of a fetch with so many programs, one expert's weights at a time, from the first raw store."""
-    group = next(group for group in groups if not group.handle.store.coded)
-    host = group.handle.store.sources["gate_up"][0]
+def link(group: Variants, lanes: int, times: int = 10) -> dict:
+    """Record row: GB/s of a fetch with so many programs, one expert's weights at a time, from the raw store."""
+    host = group.stores["raw"].sources["gate_up"][0]
     bank = torch.empty_like(host[:1], device=group.device)
     pick = torch.arange(len(host), dtype=torch.int32, device=group.device)
     none, one = (torch.tensor([number], dtype=torch.int32, device=group.device) for number in (0, 1))
     found = []
     for number in range(times + 1):
         here = pick[number % len(host) :][:1]
-        ms = _clocked(group.device, lambda here=here: fetch(host, bank, here, none, one, lanes, FETCH_WARPS))
+        ms = clocked(group.device, lambda here=here: fetch(host, bank, here, none, one, lanes, FETCH_WARPS))
         found.append(host[0].nbytes / ms / 1e6)
     return overlapped("fetch", "link_gbps", "GB/s", found[1:], {"lanes": lanes})
+
+
+def copies(group: Variants, times: int = 5) -> dict:
+    """Record row: GB/s of plain copies of one layer's gate/up weights behind one another, from the raw store."""
+    host = group.stores["raw"].sources["gate_up"][0]
+    bank = torch.empty_like(host[:1], device=group.device)
+
+    def work() -> None:
+        for weights in host:
+            bank[0].copy_(weights, non_blocking=True)
+
+    found = [host.nbytes / clocked(group.device, work) / 1e6 for _ in range(times + 1)]
+    return overlapped("copy", "link_gbps", "GB/s", found[1:], {"lanes": 0})
 
 
 def _timed(group: Variants, case: Case, steps: int) -> float:
@@ -88,10 +100,10 @@ def _timed(group: Variants, case: Case, steps: int) -> float:
         for _ in range(steps):
             group.step(case)
 
-    return _clocked(group.device, work)
+    return clocked(group.device, work)
 
 
-def _clocked(device: torch.device, work: Callable[[], object]) -> float:
+def clocked(device: torch.device, work: Callable[[], object]) -> float:
     """Milliseconds by CUDA events, by the clock on a CPU."""
     if device.type != "cuda":
         begun = time.perf_counter()
@@ -104,7 +116,3 @@ def _clocked(device: torch.device, work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-def _all(groups: Sequence[Variants]) -> list[tuple[Variants, Case]]:
-    return [(group, case) for group in groups for case in group.cases]

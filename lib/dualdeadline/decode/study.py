@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dualdeadline.decode import big, joules, measure, rows
+from dualdeadline.decode import big, joules, measure, rows, singles
 from dualdeadline.decode.cases import Case
 from dualdeadline.decode.recorded import Recorded, controls
 from dualdeadline.schedule import COMPONENTS
@@ -19,26 +19,13 @@ def with_controls(recorded: Recorded, seed: int) -> Recorded:
 
 def build(
     recorded: Recorded, cases: Sequence[Case], seed: int, compile: bool = True, device=None, **sizes
-) -> list[big.Variants]:
-    """Models of OLMoE's sizes (or `sizes`), one for each wire, with a variant for every case."""
-    shared: dict = {}
-    return [
-        big.Variants(
-            big.build(device or "cuda", seed=seed, **sizes),
-            recorded,
-            wire,
-            [case for case in cases if case.wire == wire],
-            shared,
-            seed,
-            compile,
-            device,
-        )
-        for wire in dict.fromkeys(case.wire for case in cases)
-    ]
+) -> big.Variants:
+    """A model of OLMoE's sizes (or `sizes`), with a variant for every case."""
+    return big.Variants(big.build(device or "cuda", seed=seed, **sizes), recorded, cases, seed, compile, device)
 
 
 def measured(
-    groups: Sequence[big.Variants],
+    group: big.Variants,
     recorded: Recorded,
     resamples: int,
     seed: int,
@@ -47,15 +34,16 @@ def measured(
     chosen: Case | None = None,
     seconds: float = 0.0,
 ) -> Iterator[tuple[str, list[dict]]]:
-    """Every case of the groups in one interleaved run; rows as (part, rows).
+    """Every case of a group in one interleaved run; rows as (part, rows).
 
     Args:
         wide: cases of the map of links and layers, which see the first `wide_prompts` prompts only.
         chosen, seconds: of `joules.rows`; 0 seconds: no energy.
     """
-    stored = {group.cases[0].wire: {part: group.handle.store.bytes(part) for part in COMPONENTS} for group in groups}
+    stored = {wire: {part: store.bytes(part) for part in COMPONENTS} for wire, store in group.stores.items()}
     yield "sizes", rows.sizes_rows(stored)
-    compared = measure.check(groups, recorded.spans[0].start)
+    compiled = group.handle.captured.compiling
+    compared = measure.check(group, recorded.spans[0].start)
     yield "check", [
         dict(
             variant="all variants",
@@ -64,16 +52,17 @@ def measured(
             kind="measured",
             n=compared,
             median=compared,
-            config={"why": "; ".join(groups[0].handle.why), "compiled": groups[0].handle.captured.compiling},
+            config={"why": "; ".join(group.handle.why), "compiled": compiled},
         )
     ]
-    own = [case for group in groups for case in group.cases if case not in wide]
-    yield "steps", rows.measured(measure.run(groups, recorded.spans, seed, own), stored, resamples, seed)
+    own = [case for case in group.cases if case not in wide]
+    yield "steps", rows.measured(measure.run(group, recorded.spans, seed, own), stored, resamples, seed)
+    links = sorted({case.lanes for case in group.cases})
+    yield "links", [measure.copies(group), *(measure.link(group, lanes) for lanes in links)]
+    yield "singles", list(singles.rows(group))
     if wide:
-        links = sorted({case.lanes for case in wide})
-        yield "links", [measure.link(groups, lanes) for lanes in links]
-        spread = measure.run(groups, recorded.spans[:wide_prompts], seed, list(wide))
+        spread = measure.run(group, recorded.spans[:wide_prompts], seed, wide)
         yield "map", rows.measured(spread, stored, resamples, seed)
     if chosen and seconds:
         others = [own[0], Case(chosen.slots, "raw", "demand_serial"), chosen.base]
-        yield "energy", joules.rows(groups, recorded.spans, chosen, others, seconds, resamples, seed)
+        yield "energy", joules.rows(group, recorded.spans, chosen, others, seconds, resamples, seed)

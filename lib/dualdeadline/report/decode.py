@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dualdeadline import paths, record
 from dualdeadline.report import text
 from dualdeadline.report.tables import Subject, Table, conditions
 
@@ -12,19 +11,33 @@ STAGE = "09_decode"
 WORDS = {"demand_serial": "one deadline", "staged_barrier": "two deadlines"}
 
 
-def steps(rows: pd.DataFrame, metric: str = "step_ms") -> pd.DataFrame:
+def _measured(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Measured rows of whole steps with a readable name of the variant."""
     part = rows[(rows.metric == metric) & (rows.kind == "measured")]
     if part.empty:
         return part
-    names = [
-        f"{wire}, {WORDS[name]}"
-        + ("" if variant.startswith(("no prefetch", "two", "encoded")) else f", {variant} {budget}")
-        for wire, name, variant, budget in zip(
-            part["config.wire"], part["config.schedule"], part.variant, part["config.budget"]
-        )
-    ]
+    plain = part.variant.str.startswith(("no prefetch", "two", "encoded"))
+    names = part["config.wire"] + ", " + part["config.schedule"].map(WORDS)
+    guessed = ", " + part.variant + " " + part["config.budget"] + " from " + part["config.threshold"].astype(str)
+    names += guessed.where(~plain, "")
     return part.assign(name=names, slots=part["config.slots"].astype(int))
+
+
+def _own_link(part: pd.DataFrame) -> pd.Series:
+    lanes = part["config.lanes"].astype(float)
+    return lanes == lanes.max()  # fewer programs emulate a slower link
+
+
+def _is(part: pd.DataFrame, name: str) -> pd.Series:
+    return part[f"config.{name}"].astype(str) == "True"
+
+
+def steps(rows: pd.DataFrame, metric: str = "step_ms", warm: bool = False) -> pd.DataFrame:
+    """Measured rows of whole steps, over the machine's own link; slots empty at each prompt, or warm."""
+    part = _measured(rows, metric)
+    if part.empty:
+        return part
+    return part[_own_link(part) & _is(part, "compiled") & (_is(part, "warm") == warm)]
 
 
 def resident_ms(rows: pd.DataFrame) -> float:
@@ -33,9 +46,9 @@ def resident_ms(rows: pd.DataFrame) -> float:
     return float(part[part.slots == part.slots.max()]["median"].iloc[0])
 
 
-def speeds(rows: pd.DataFrame, metric: str = "tokens_per_s") -> pd.DataFrame:
+def speeds(rows: pd.DataFrame, metric: str = "tokens_per_s", warm: bool = False) -> pd.DataFrame:
     """Tokens/s (or another metric) by variant and slots, the resident run in a column of its own."""
-    wide = steps(rows, metric).pivot_table(index="name", columns="slots", values="median", sort=False)
+    wide = steps(rows, metric, warm).pivot_table(index="name", columns="slots", values="median", sort=False)
     return wide.sort_index(axis=1).rename_axis(index="variant")
 
 
@@ -46,29 +59,98 @@ def plain(rows: pd.DataFrame) -> pd.DataFrame:
     return part[ends].assign(variant=part.name)
 
 
-def link_gbps(workspace: paths.Workspace, model: str) -> float:
-    """Rate of large copies behind one another, measured by notebook 07."""
-    rows = record.read(workspace, "07_overlap", model)
-    part = rows[(rows.metric == "copy_gbps") & (rows.variant == "behind") & (rows["config.submission"] == "graph")]
-    return float(part.loc[part["config.size_mib"].idxmax(), "median"])
+def stored(rows: pd.DataFrame, wire: str) -> dict[str, int]:
+    """Bytes of an expert's components as they cross."""
+    part = rows[(rows.metric == "component_bytes") & rows.variant.str.startswith(f"{wire}, ")]
+    return {name.split(", ")[1]: int(size) for name, size in zip(part.variant, part["median"])}
 
 
-def floors(rows: pd.DataFrame, gbps: float) -> pd.DataFrame:
-    """Step without prediction beside resident step plus the link time of its bytes, and their ratio."""
-    part = steps(rows)[steps(rows).variant == "no prefetch"].set_index(["name", "slots"])["median"]
-    moved = steps(rows, "link_bytes").set_index(["name", "slots"])["median"]
-    hit = steps(rows, "hit_rate").set_index(["name", "slots"])["median"]
-    frame = pd.DataFrame({"hit rate": hit, "MB per token": moved / 1e6, "step, ms": part}).dropna()
-    frame["resident + link, ms"] = resident_ms(rows) + frame["MB per token"] / gbps
+def link_gbps(rows: pd.DataFrame, lanes: int = 0) -> float:
+    """Rate of plain copies behind one another in the same run, or of a fetch with so many programs."""
+    part = rows[(rows.metric == "link_gbps") & (rows["config.lanes"].astype(float) == lanes)]
+    return float(part["median"].iloc[0])
+
+
+def floors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps beside resident step plus the link time of their bytes, and their ratio; oracle's beside the longer."""
+    gbps, frames = link_gbps(rows), []
+    for warm in (False, True):
+        part = steps(rows, warm=warm)
+        part = part[part.variant.isin(["no prefetch", "oracle"])].set_index(["name", "slots"])["median"]
+        moved = steps(rows, "link_bytes", warm).set_index(["name", "slots"])["median"]
+        hit = steps(rows, "hit_rate", warm).set_index(["name", "slots"])["median"]
+        frame = pd.DataFrame({"hit rate": hit, "MB per token": moved / 1e6, "step, ms": part}).dropna()
+        frames.append(frame.assign(caches="warm" if warm else "cold").set_index("caches", append=True))
+    frame = pd.concat(frames)
+    link = frame["MB per token"] / gbps
+    frame["resident + link, ms"] = resident_ms(rows) + link
     frame["ratio"] = frame["step, ms"] / frame["resident + link, ms"]
-    return frame.sort_values(["slots", "name"], ascending=[False, True])
+    frame["to the longer of both"] = frame["step, ms"] / link.clip(lower=resident_ms(rows))
+    return frame.sort_values(["caches", "slots", "name"], ascending=[True, False, True])
+
+
+def ratios(rows: pd.DataFrame, wire: str) -> pd.Series:
+    """Steps without prediction over resident step plus link time, of one wire."""
+    frame = floors(rows)["ratio"]
+    names = frame.index.get_level_values("name")
+    return frame[names.str.startswith(wire) & ~names.str.contains("oracle")]
+
+
+def spread(rows: pd.DataFrame) -> pd.DataFrame:
+    """The map: steps over slower links and with plain layers, and what two deadlines, encoding and guesses change."""
+    part = _measured(rows, "step_ms")
+    part = part[~_is(part, "warm") & part["config.slots"].astype(int).isin(_map_slots(part))]
+    rates = {lanes: link_gbps(rows, lanes) for lanes in part["config.lanes"].astype(int).unique()}
+    out = []
+    for (slots, lanes, compiled), here in part.groupby(["slots", "config.lanes", part["config.compiled"].astype(str)]):
+        ms = here.drop_duplicates("name").set_index("name")["median"]
+        if "coded, one deadline" not in ms or not any("residual_gate" in name for name in ms.index):
+            continue
+        guessed = {
+            wire: ms[[n for n in ms.index if n.startswith(wire) and "residual_gate 2-0" in n]]
+            for wire in ("raw", "coded")
+        }
+        line = {"slots": slots, "GB/s": rates[int(lanes)], "layers": "compiled" if compiled == "True" else "plain"}
+        line |= {"raw, ms": ms["raw, one deadline"]}
+        for wire in ("raw", "coded"):
+            two = ms[f"{wire}, two deadlines"]
+            line[f"{wire}: two deadlines"] = two / ms[f"{wire}, one deadline"] - 1
+            line[f"{wire}: guesses"] = guessed[wire].iloc[0] / two - 1 if len(guessed[wire]) else float("nan")
+        line["encoding"] = ms["coded, two deadlines"] / ms["raw, two deadlines"] - 1
+        line["all three, ms"] = ms[[name for name in ms.index if "oracle" not in name]].min()
+        out.append(line)
+    return pd.DataFrame(out).sort_values(["slots", "layers", "GB/s"]).set_index(["slots", "layers", "GB/s"])
+
+
+def _map_slots(part: pd.DataFrame) -> list[int]:
+    most = part["config.slots"].astype(int).max()
+    slow = part[~_own_link(part) | ~_is(part, "compiled")]
+    return sorted(set(slow["config.slots"].astype(int)) - {most})
+
+
+def energy(rows: pd.DataFrame) -> pd.DataFrame:
+    """Joules per token of some variants, as counted."""
+    part = _measured(rows, "joules_per_token")
+    columns = {"median": "J per token", "config.source": "read from", "n": "tokens"}
+    return part.set_index(["name", "slots"])[list(columns)].rename(columns=columns)
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measured and simulated steps side by side, and how far the simulated one is off, in percent."""
+    keys = ["config.slots", "config.wire", "config.schedule"]
+    guessed = rows[rows.metric == "simulated_step_ms"].astype({"config.slots": int}).set_index(keys)["median"]
+    plain = steps(rows).astype({"config.slots": int})
+    plain = plain[plain.variant == "no prefetch"].set_index(keys)["median"]
+    frame = pd.DataFrame({"measured": plain, "simulated": guessed}).dropna()
+    frame["off by, %"] = 100 * (frame.simulated / frame.measured - 1)
+    return frame.rename_axis(index=["slots", "wire", "schedule"]).sort_index()
 
 
 def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     """What each prefetch changed against the same without, with interval, and what it fetched per token."""
     part = steps(rows, "prefetch_difference_ms")
     part = part.assign(variant=part.variant.str.removesuffix("-no prefetch"))
-    key = ["variant", "slots", "config.budget"]
+    key = ["variant", "slots", "config.budget", "config.threshold"]
     frame = part.set_index(key)[["median", "low", "high"]]
     frame["share of the step"] = (
         steps(rows, "prefetch_time_ratio").assign(variant=part.variant.to_numpy()).set_index(key)["median"] - 1
@@ -76,7 +158,7 @@ def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("ahead", "useful", "wasted"):
         found = steps(rows, f"{name}_per_token")
         frame[name] = found[found.variant.isin(part.variant)].set_index(key)["median"]
-    return frame.rename_axis(index=["guesses", "slots", "budget"]).rename(columns={"median": "ms"})
+    return frame.rename_axis(index=["guesses", "slots", "budget", "from"]).rename(columns={"median": "ms"})
 
 
 def baselines(rows: pd.DataFrame) -> pd.DataFrame:
@@ -88,42 +170,47 @@ def baselines(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch") -> float:
+def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
     """Tokens/s of the fastest variant with so many slots and that guessing."""
-    part = steps(rows, "tokens_per_s")
+    part = steps(rows, "tokens_per_s", warm)
     return float(part[(part.slots == slots) & (part.variant == predictor)]["median"].max())
 
 
-def hit_rate(rows: pd.DataFrame, slots: int) -> float:
+def hit_rate(rows: pd.DataFrame, slots: int, warm: bool = False) -> float:
     """Share of accesses that hit with so many slots, without prediction."""
-    part = steps(rows, "hit_rate")
+    part = steps(rows, "hit_rate", warm)
     return float(part[(part.slots == slots) & (part.variant == "no prefetch")]["median"].iloc[0])
 
 
-def by_slots(rows: pd.DataFrame, metric: str, **config) -> str:
-    """A difference or ratio by slots, each with its interval."""
-    part = steps(rows, metric)
+def by_slots(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> str:
+    """A difference or ratio by slots, each with its interval; of several settings the first."""
+    part = steps(rows, metric, warm)
     for name, value in config.items():
         part = part[part[name if name == "variant" else f"config.{name}"] == value]
     return "; ".join(
         f"{row.slots} slots {text.value(row.median, row.low, row.high)}"
-        for row in part.sort_values("slots").itertuples(index=False)
+        for row in part.sort_values("slots", kind="stable").drop_duplicates("slots").itertuples(index=False)
     )
 
 
-def answer(rows: pd.DataFrame, gbps: float) -> str:
+def answer(rows: pd.DataFrame) -> str:
     """The stage's result in Markdown."""
     if not len(steps(rows)):
         return "No decode step of the engine has been measured yet; needed: this notebook run on a GPU."
     counts = sorted(set(steps(rows).slots))
-    speed = ", ".join(f"{best(rows, count):.0f} at {count}" for count in counts[:-1])
-    ahead = ", ".join(f"{best(rows, count, 'residual_gate'):.0f} at {count}" for count in counts[:-1])
-    ratio = floors(rows, gbps)["ratio"]
+
+    def said(predictor: str, warm: bool) -> str:
+        return ", ".join(f"{best(rows, count, predictor, warm):.0f} at {count}" for count in counts[:-1])
+
+    raw, coded = ratios(rows, "raw"), ratios(rows, "coded")
     return (
-        f"Tokens/s without prediction: {speed} of {counts[-1]} slots, {best(rows, counts[-1]):.0f} with everything "
-        f"resident; with the predictor's guesses {ahead}. Without prediction a step takes {ratio.min():.2f} to "
-        f"{ratio.max():.2f} times the resident step plus the link time of its bytes ({gbps:.1f} GB/s). Two deadlines "
-        f"change an encoded step by {by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
+        f"Tokens/s without prediction, slots empty at each prompt: {said('no prefetch', False)} of {counts[-1]} slots, "
+        f"{best(rows, counts[-1]):.0f} with everything resident; with the predictor's guesses "
+        f"{said('residual_gate', False)}. With slots that stay warm {said('no prefetch', True)}; with guesses "
+        f"{said('residual_gate', True)}. Without prediction a step takes {raw.min():.2f} to {raw.max():.2f} (raw) and "
+        f"{coded.min():.2f} to {coded.max():.2f} (encoded) times the resident step plus the link time of its bytes "
+        f"({link_gbps(rows):.1f} GB/s). Two deadlines change an encoded step by "
+        f"{by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
         f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )
 

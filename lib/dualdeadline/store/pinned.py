@@ -113,6 +113,16 @@ class HostStore:
             return self.sources[component][layer]
         return torch.stack([self.weights(component, layer, expert) for expert in range(self.layers[layer].E)])
 
+    def encoded(self) -> HostStore:
+        """The experts of a raw store once more, as wire records; the copy gives nothing back to the model."""
+        copy = HostStore([], coded=True, pinned=self.pinned)
+        copy.layers = self.layers
+        for part in COMPONENTS:
+            for weights in self.sources[part]:
+                found = _records(weights)
+                copy.sources[part].append(copy._pin(found) if copy.pinned else found)
+        return copy
+
     def unpin(self) -> None:
         """Release the pinned pages; nothing may read them any more."""
         _unregister(self._registered)
