@@ -30,12 +30,12 @@ certified = 2  # prompts whose tokens and logits are compared bit by bit
 prompt_tokens = 32  # of each, its last ones
 new_tokens = 8  # generated for that comparison
 certified_slots = [8, 64]  # slots per layer in that comparison
-prompts = 8  # prompts whose decode steps drive the measured model
+prompts = 6  # prompts whose decode steps drive the measured model
 slots = [16, 32, 48]  # slots per layer of the measured model
 guesses = [  # scores (recorded, or controls), gate/up and down components ahead per layer, least probability
-    ["residual_gate", 1, 0, 0.7], ["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.7],
-    ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
-warm_guesses = [["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
+    ["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7],
+    ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
+warm_guesses = [["residual_gate", 2, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
 map_slots = [32]  # slots of the map of links and layers
 map_lanes = [2, 4]  # programs of a fetch there: fewer emulate a slower link
 map_guesses = [["residual_gate", 2, 0, 0.7]]

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 
 from dualdeadline import paths, record, report, schedule, steps
 from dualdeadline.decode import rows as decode_rows
-from dualdeadline.decode.cases import all_cases
+from dualdeadline.decode.cases import all_cases, map_cases
 from dualdeadline.overlap import Setting
 from dualdeadline.report import check
 
@@ -226,7 +226,10 @@ def wire(workspace) -> None:
 
 def decode(workspace) -> None:
     rows = _recorder("09_decode", workspace, part="steps")
-    for case in all_cases((16, 32, 48), 64, ("residual_gate", "random", "oracle"), ((2, 0),), (0.7,)):
+    guesses = [(name, 2, 0, 0.7) for name in ("residual_gate", "gate_ahead", "random", "oracle")]
+    cases = all_cases((16, 32, 48), 64, guesses, guesses[:1])
+    wide = [case for case in map_cases((32,), 64, (2, 4), guesses[:1]) if case not in cases]
+    for case in cases + wide:
         ms, keys = 1.5 + (64 - case.slots) / 8 + (0.1 if case.predictor else 0.0), {"n": 8, **case.config()}
         rows.add(case.name, "step_ms", ms, "ms", "measured", ms - 0.1, ms + 0.1, **keys)
         rows.add(case.name, "tokens_per_s", 1e3 / ms, "tokens/s", "measured", 900 / ms, 1100 / ms, **keys)
@@ -238,7 +241,15 @@ def decode(workspace) -> None:
     for name in ("eager", "batched_mm", "grouped_mm", "accelerate cpu_offload"):
         rows.add(name, "baseline_step_ms", 50.0, "ms", "measured", 45.0, 55.0, n=24, way="launched by the host", resident=True)
     rows.add("all variants", "equal_logit_steps", 300, "steps", "measured", n=300, why="", compiled=True)
+    for lanes, rate in ((0, 51.0), (2, 12.0), (4, 25.0), (wide[0].lanes, 50.0)):
+        rows.add("fetch" if lanes else "copy", "link_gbps", rate, "GB/s", "measured", rate - 1, rate + 1, n=10, lanes=lanes)
+    rows.add("oracle", "joules_per_token", 1.5, "J/token", "measured", n=960, source="nvml", **cases[-1].config())
     rows.write()
+    guessed = _recorder("09_decode", workspace, part="simulated")
+    for case in cases:
+        if not (case.predictor or case.warm) and case.slots < 64:
+            guessed.add("no prefetch", "simulated_step_ms", 5.0, "ms", "simulated", 4.9, 5.1, n=8, **case.config())
+    guessed.write()
 
 
 def runs(workspace) -> None:

@@ -101,7 +101,7 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
     kept = Case(2, "raw", warm=True)
     cases.insert(1, Case(2, "coded"))
     group = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
-    parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 2.5))
+    parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 3.0))
     assert parts["check"][0]["median"] == 7
     links = {(row["variant"], row["config"]["lanes"]): row["median"] for row in parts["links"]}
     assert set(links) == {("copy", 0), ("fetch", 1), ("fetch", Case.lanes)} and min(links.values()) > 0

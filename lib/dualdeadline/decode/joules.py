@@ -24,7 +24,7 @@ def rows(
     """Record rows: the ratio of joules per token with its interval, and joules per token of each.
 
     Args:
-        chosen: compared with its own reference, one deadline without guesses. others: run alone, a sixth of the time.
+        chosen: compared with its own reference, one deadline without guesses. others: run alone, a twelfth of the time.
         seconds: of each of the two compared.
     """
     reference = Case(chosen.slots, chosen.wire, "demand_serial")
@@ -49,7 +49,7 @@ def rows(
         )
     for case in others:
         out += energy.records(
-            energy.per_token(_prompts(group, case, spans), tokens, seconds / 6), case.name, case.config()
+            energy.per_token(_prompts(group, case, spans), tokens, seconds / 12), case.name, case.config()
         )
     return out
 

@@ -188,30 +188,39 @@ def _wire(about: Subject) -> list[Number]:
 
 def _engine(about: Subject) -> list[Number]:
     """Tokens/s of the engine, its distance from the floor, and what deadlines, wire format and guesses change."""
-    kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "deadline_difference_ms", "wire_time_ratio",
-             "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms", "equal_logit_steps"]
+    kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "deadline_difference_ms", "wire_time_ratio", "link_gbps",
+             "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms", "equal_logit_steps", "simulated_step_ms"]
     rows = about.rows(decode.STAGE, kinds)
     counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
-    ratio = decode.floors(rows, decode.link_gbps(about.workspace, about.model))["ratio"]
-    raw = ratio[ratio.index.get_level_values("name").str.startswith("raw, two")]
-    coded = ratio[ratio.index.get_level_values("name").str.startswith("coded, two")]
+
+    def speeds(predictor: str = "no prefetch", warm: bool = False) -> str:
+        return ", ".join(f"{decode.best(rows, count, predictor, warm):.0f} at {count}" for count in counts[:-1])
+
+    def hits(warm: bool) -> str:
+        return ", ".join(f"{decode.hit_rate(rows, count, warm):.3f}" for count in counts[:-1])
+
     said = {
         "engine_resident": f"{decode.best(rows, counts[-1]):.0f}",
-        "engine_speeds": ", ".join(f"{decode.best(rows, count):.0f} at {count}" for count in counts[:-1]),
-        "engine_hits": ", ".join(f"{decode.hit_rate(rows, count):.3f}" for count in counts[:-1]),
-        "engine_guided": decode.by_slots(rows, "prefetch_time_ratio", variant="residual_gate-no prefetch"),
-        "engine_oracle": decode.by_slots(rows, "prefetch_time_ratio", variant="oracle-no prefetch"),
-        "engine_random": decode.by_slots(rows, "prefetch_time_ratio", variant="random-no prefetch"),
+        "engine_speeds": speeds(),
+        "engine_hits": hits(False),
+        "engine_warm_speeds": speeds(warm=True),
+        "engine_warm_guided": speeds("residual_gate", True),
+        "engine_warm_hits": hits(True),
+        "engine_link": f"{decode.link_gbps(rows):.1f}",
         "engine_deadlines": decode.by_slots(rows, "deadline_difference_ms", wire="raw"),
         "engine_deadlines_coded": decode.by_slots(rows, "deadline_difference_ms", wire="coded"),
         "engine_wire": decode.by_slots(rows, "wire_time_ratio"),
-        "engine_floor_raw": f"{raw.min():.2f} to {raw.max():.2f}",
-        "engine_floor_coded": f"{coded.min():.2f} to {coded.max():.2f}",
         "engine_stock": f"{other.iloc[:3].max():.0f}",
         "engine_stock_graph": f"{other[other.index != 'accelerate cpu_offload'].max():.0f}",
         "engine_accelerate": f"{other['accelerate cpu_offload']:.1f}" if "accelerate cpu_offload" in other else "–",
         "engine_equal_steps": text.count(int(rows[rows.metric == "equal_logit_steps"]["median"].sum())),
+        "engine_off": f"{decode.errors(rows)['off by, %'].abs().median():.1f}",
     }
+    for name, label in (("guided", "residual_gate"), ("free", "gate_ahead"), ("oracle", "oracle"), ("random", "random")):
+        said[f"engine_{name}"] = decode.by_slots(rows, "prefetch_time_ratio", variant=f"{label}-no prefetch")
+    for wire in ("raw", "coded"):
+        ratio = decode.ratios(rows, wire)
+        said[f"engine_floor_{wire}"] = f"{ratio.min():.2f} to {ratio.max():.2f}"
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 

@@ -44,12 +44,13 @@ measured with every operation launched by the host: {wire_step_ratios}; simulate
 
 **The engine** runs stock transformers code of OLMoE's sizes (random weights, the embedded model's routes) with
 every logit equal to its resident run ({engine_equal_steps} steps compared): {engine_resident} tokens/s with all
-experts in slots, {engine_speeds} of {model_e} slots per layer (hit rates {engine_hits}), where transformers' own
-modes reach {engine_stock}, {engine_stock_graph} in a compiled graph, all resident, and accelerate's offload
-{engine_accelerate} (measured). In its graph a second deadline changes a step by {engine_deadlines} ms and the wire
-format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor multiply it by {engine_guided}; perfect
-ones by {engine_oracle}: at this link little is left for
-prediction, and where the ratio is above one it loses.
+experts in slots, {engine_speeds} of {model_e} slots per layer where slots start empty at each prompt (hit rates
+{engine_hits}), {engine_warm_speeds} where they stay warm ({engine_warm_hits}) and {engine_warm_guided} with the
+predictor's guesses; transformers' own modes reach {engine_stock}, {engine_stock_graph} in a compiled graph, all
+resident, and accelerate's offload {engine_accelerate} (measured). In its graph a second deadline changes a raw step by
+{engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
+multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free}; perfect
+ones by {engine_oracle}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
