@@ -34,7 +34,7 @@ def cost(workspace: paths.Workspace, model: str, resident_ms: float, layers: int
     decode = single[single.variant == "decode"]
     size = decode["config.component"].map(streams.OLMOE.component_bytes) * decode["config.count"].astype(float)
     line = TransferModel.fit(size, decode["median"])
-    stages = {**graph.stages, "decode_gate_up": line, "decode_down": line}
+    stages = {**graph.stages, **dict.fromkeys(("decode_gate_up", "decode_down", "decode_expert"), line)}
     graph = replace(graph, stages=stages)
     return {wire: replace(graph, transfer=_fetch(single, wire)) for wire in ("raw", "coded")}
 
