@@ -72,7 +72,7 @@ def speed(args, pack, device, text: str, forwards: dict) -> dict:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trial = Run(mine, pack, device)
-    row = {"agreement": agreement(trial)} if mine.experts == "sparse" else {}
+    row = {"agreement": trial.agreement()} if mine.experts == "sparse" else {}
     row["warm_s"] = round(trial.warm(), 1)
     for _ in range(3):
         trial.advance(0.1)
@@ -87,35 +87,6 @@ def speed(args, pack, device, text: str, forwards: dict) -> dict:
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
     return row | {"tokens_per_s": round((trial.tokens - first) / (time.monotonic() - begin)),
                   "peak_gib": round(memory, 2), "nats": parts["nats"].item()}
-
-
-def agreement(trial: Run, rows: int = 5000) -> dict:
-    """Relative distance of the sparse experts from the dense ones in float32, same routes.
-
-    Raises:
-        ArithmeticError: further apart than bfloat16 explains.
-    """
-    from dualdeadline.pretrain import sparse
-
-    cfg, device, dtype = trial.cfg, trial.device, trial.forward.dtype
-    p = model.layer_params(trial.params, 0)
-    x = torch.randn(rows, cfg.hidden_size, device=device).to(dtype)
-    weights, *_, mask = model.route(x, p["router"].detach(), cfg.num_experts_per_tok, dtype)
-    found = []
-    for kind, at in ((sparse.Experts, dtype), (None, torch.float32)):
-        given = [x.to(at), weights.float(), p["gate_up"].to(at), p["down"].to(at)]
-        given = [value.detach().clone().requires_grad_() for value in given]
-        mine, share, gate_up, down = given
-        out = (kind.apply(mine, share, mask, gate_up, down, cfg.num_experts_per_tok) if kind
-               else model.dense_experts(mine, share, gate_up, down))
-        (out.float() * torch.linspace(-1, 1, out.shape[1], device=device)).sum().backward()
-        found.append([out.detach().float()] + [value.grad.float() for value in given])
-    found[1][2] *= mask  # the dense form also has the gradient of weights that the mask removes
-    names = ("out", "x", "weights", "gate_up", "down")
-    apart = {name: ((a - b).norm() / b.norm()).item() for name, a, b in zip(names, *found, strict=True)}
-    if not all(value < 0.02 for value in apart.values()):
-        raise ArithmeticError(f"sparse and dense experts disagree: {apart}")
-    return {name: round(value, 6) for name, value in apart.items()}
 
 
 def probe(args, pack, device, text: str, best: str, forwards: dict) -> dict:

@@ -2,7 +2,8 @@
 
     python -m dualdeadline.pretrain.imports FOLDER --commit C [--dirty]
 
-FOLDER holds what the two calls returned: `records.json`, `metrics.json` and `bench.json`.
+FOLDER holds what the calls returned: `records.json`, `metrics.json` and, where speeds were compared, `bench.json`; with
+`--place` also the weights in `model/`, which go to pilot/NAME with the first model's tokenizer and the card.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from pathlib import Path
 
 from dualdeadline import models, paths, record
-from dualdeadline.pretrain import evaluate
+from dualdeadline.pretrain import checkpoint, evaluate
 
 POINTS = 80  # of the loss curve; more would show nothing else
 
@@ -55,11 +56,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--commit", required=True, help="what the GPU machine ran")
     parser.add_argument("--dirty", action="store_true", help="its tree differed from the commit")
+    parser.add_argument("--place", action="store_true", help="put the weights into the package first")
     parser.add_argument("--machine", default="nvidia-h200", help="id for machines.yaml")
     args = parser.parse_args(argv)
-    found, metrics, bench = (json.loads((args.folder / f"{name}.json").read_text())
-                             for name in ("records", "metrics", "bench"))
-    rows = found["rows"] + training_rows(metrics) + bench_rows(bench)
+    found, metrics, *bench = (json.loads(path.read_text()) for name in ("records", "metrics", "bench")
+                              if (path := args.folder / f"{name}.json").exists() or name != "bench")
+    rows = found["rows"] + training_rows(metrics) + (bench_rows(bench[0]) if bench else [])
+    if args.place:
+        checkpoint.assemble(args.folder / "model", paths.PILOT / found["model"].removeprefix("pilot-"),
+                            paths.PILOT / "olmoe")
     written = record.import_rows(
         found["stage"], found["model"], models.revision(found["model"]), paths.Workspace("pilot"), rows, args.machine,
         found["machine"], found["versions"], args.commit, found["time"], str(args.dirty).lower())

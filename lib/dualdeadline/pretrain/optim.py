@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from dualdeadline.pretrain import model
+from dualdeadline.pretrain import model, qwen
 
-MATRICES = (model.GATE_UP, model.DOWN, *(model.BLOCK[key] for key in "qkvo"))
+MATRICES = (model.GATE_UP, model.DOWN, *(model.BLOCK[key] for key in "qkvo"),
+            *(qwen.LINEAR[key] for key in ("qkv", "z", "out")),
+            *(qwen.COMMON[key] for key in ("shared_gate", "shared_up", "shared_down")))
 
 
 def orthogonal(batch, steps: int = 5):

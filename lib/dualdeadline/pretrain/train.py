@@ -8,17 +8,18 @@ ends at rate zero.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
-from dualdeadline.pretrain import checkpoint, data, model
+from dualdeadline.pretrain import architectures, checkpoint, data, model
 from dualdeadline.pretrain.optim import Optimizer
+from dualdeadline.pretrain.options import parser
 
 BORN = time.monotonic()
 EXTRA_KEYS = ("step", "tokens", "seconds")
@@ -38,16 +39,16 @@ class Run:
     """
 
     def __init__(self, args, pack: data.Pack, device, forward: model.Forward | None = None):
-        self.args, self.device = args, device
-        self.cfg = model.config(vocab_size=pack.vocab, **json.loads(args.model))
+        self.args, self.device, arch = args, device, architectures.ARCHITECTURES[args.architecture]
+        self.cfg = arch.config(vocab_size=pack.vocab, **json.loads(args.model))
         fixed = {name: args.synthetic / len(data.SYNTHETIC) for name in data.SYNTHETIC if name in pack.train}
         sizes = {name: len(tokens) for name, tokens in pack.train.items()}
         self.shares = data.mixture(sizes, args.planned_tokens, fixed, args.power, args.epochs)
         self.shares |= json.loads(args.shares)
         self.sampler = data.Sampler(pack.train, self.shares, args.length, device, args.seed)
         given = args.init_from
-        start = checkpoint.read_weights(given) if given else model.initial(self.cfg, args.seed)
-        self.params = {name: start[name].to(device).requires_grad_() for name in model.shapes(self.cfg)}
+        start = checkpoint.read_weights(given) if given else arch.initial(self.cfg, args.seed)
+        self.params = {name: start[name].to(device).requires_grad_() for name in arch.shapes(self.cfg)}
         self.optimizer = Optimizer(self.params, args.optimizer, args.lr, args.muon_lr, args.weight_decay)
         self.forward = forward or make_forward(args, self.cfg, device)
         self.step, self.tokens, self.seconds, self.born, self.curve = 0, 0, 0.0, 0.0, []
@@ -94,11 +95,46 @@ class Run:
         synchronize(self.device)
         return time.monotonic() - begin
 
+    def agreement(self) -> dict:
+        """How far the sparse experts of the first layer are from the dense ones; see `sparse.agreement`."""
+        from dualdeadline.pretrain import sparse
+
+        p = {key: value.detach() for key, value in self.forward.layer_params(self.params, 0).items()}
+        return sparse.agreement(p["router"], p["gate_up"], p["down"], self.cfg.num_experts_per_tok, self.forward.dtype)
+
 
 def make_forward(args, cfg, device) -> model.Forward:
     """The forward that the command line asks for."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return model.Forward(cfg, args.length, device, dtype, args.experts, args.compile, args.dropout)
+    kind = architectures.of(cfg).Forward
+    return kind(cfg, args.length, device, dtype, args.experts, args.compile, args.dropout)
+
+
+def ready(args, pack: data.Pack, device, state: Path) -> tuple[Run, float]:
+    """A run that is warm, resumed if asked, and the seconds of its compilation.
+
+    With `--experts auto` the first form that runs and agrees: sparse, else dense; each compiled, else eager.
+    """
+    forms = [(args.experts, args.compile)]
+    if args.experts == "auto":
+        kinds = ("sparse", "dense") if device.type == "cuda" else ("dense",)
+        forms = [(kind, how) for how in ((True, False) if args.compile else (False,)) for kind in kinds]
+    for experts, compiled in forms:
+        args.experts, args.compile = experts, compiled
+        try:
+            run = Run(args, pack, device)
+            if args.resume:
+                run.resume(state)
+            if experts == "sparse":
+                print(f"sparse beside dense experts: {run.agreement()}")
+            return run, run.warm()
+        except Exception as error:
+            # a broken form must not cost the call; what no form can do is raised by the last
+            if (experts, compiled) == forms[-1] or isinstance(error, FileNotFoundError):
+                raise
+            print(f"{experts} experts, compile={compiled}: {type(error).__name__}: {str(error)[:1500]}")
+            traceback.print_exc(limit=-3)
+    raise AssertionError("no form was tried")
 
 
 def synchronize(device) -> None:
@@ -140,7 +176,7 @@ def check(run: Run, parts: dict, scale: float, spent: float) -> None:
 @torch.no_grad()
 def validate(run: Run, pack: data.Pack, windows: int = 32) -> dict[str, float]:
     """Quick held-out bits per byte by domain: the same windows each time, uncompiled forward."""
-    plain = model.Forward(run.cfg, run.args.length, run.device, run.forward.dtype)
+    plain = architectures.of(run.cfg).Forward(run.cfg, run.args.length, run.device, run.forward.dtype)
     found = {}
     for name, stream in pack.heldout.items():
         length = min(run.args.length, len(stream.tokens) - 1)
@@ -156,41 +192,57 @@ def validate(run: Run, pack: data.Pack, windows: int = 32) -> dict[str, float]:
 def train(args, pack: data.Pack, out: Path) -> dict:
     """One call: resume or start, train until the clock says stop, save, export, write metrics.json."""
     device, state = torch.device(args.device), Path(args.state) / "state.safetensors"
-    run = Run(args, pack, device)
-    if args.resume:
-        run.resume(state)
+    run, warm = ready(args, pack, device, state)
     if args.init_from:
         print(f"fresh optimizer on the weights of {args.init_from}")
-    warm = run.warm()
     budget = 60 * args.minutes - args.reserve - (time.monotonic() - BORN)
     if budget <= 0:
         raise ValueError(f"{args.minutes} minutes leave nothing after {time.monotonic() - BORN:.0f} s  "
                          f"and a reserve of {args.reserve} s; give more --minutes")
     total = run.seconds + budget * args.calls_left
     print(f"start {time.monotonic() - BORN:.0f} s (compile {warm:.0f}); trains {budget:.0f} of {total:.0f} s "
-          f"from step {run.step}; mixture {json.dumps({k: round(v, 4) for k, v in run.shares.items()})}")
-    clock = {"save": time.monotonic(), "print": time.monotonic(), "tokens": run.tokens, "first": run.tokens}
-    history: list[dict] = []
+          f"from step {run.step}; mixture {json.dumps({k: round(v, 4) for k, v in run.shares.items()})}", flush=True)
+    history, first = [], run.tokens
+    loop(run, budget, total, reporter(run, pack, out, state, history))
+    keep(run, out, state)
+    metrics = summary(run, args, pack, history, budget, first)
+    write_json(out / "metrics.json", metrics)
+    note(out, metrics["last"])
+    return metrics
+
+
+def note(out: Path, row: dict) -> None:
+    """Print a row and add it to log.jsonl."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+        log.write(line + "\n")
+
+
+def keep(run: Run, out: Path, state: Path) -> None:
+    """Save the state on this machine and the weights where they come back from."""
+    run.save(state)
+    checkpoint.export(run.params, run.cfg, out / "model")
+
+
+def reporter(run: Run, pack: data.Pack, out: Path, state: Path, history: list):
+    """What `loop` calls: a held-out score every --report s, also in log.jsonl; weights and state every --save-every."""
+    args, now = run.args, time.monotonic()
+    clock = {"save": now, "print": now, "tokens": run.tokens}
+    out.mkdir(parents=True, exist_ok=True)
 
     def on_log(run):
         now = time.monotonic()
         if now - clock["print"] > args.report:
             speed = (run.tokens - clock["tokens"]) / (now - clock["print"])
-            history.append({"step": run.step, "tokens": run.tokens, "tokens_per_s": round(speed)}
-                           | validate(run, pack))
-            print(json.dumps(run.curve[-1] | history[-1]))
+            history.append({"step": run.step, "tokens": run.tokens, "tokens_per_s": round(speed)} | validate(run, pack))
+            note(out, run.curve[-1] | history[-1])
             clock.update(print=time.monotonic(), tokens=run.tokens)
         if now - clock["save"] > args.save_every:
-            run.save(state)
+            keep(run, out, state)
             clock["save"] = time.monotonic()
 
-    loop(run, budget, total, on_log)
-    run.save(state)
-    checkpoint.export(run.params, run.cfg, out / "model")
-    metrics = summary(run, args, pack, history, budget, clock["first"])
-    write_json(out / "metrics.json", metrics)
-    print(json.dumps(metrics["last"]))
-    return metrics
+    return on_log
 
 
 def summary(run: Run, args, pack: data.Pack, history: list, budget: float, first: int) -> dict:
@@ -201,49 +253,13 @@ def summary(run: Run, args, pack: data.Pack, history: list, budget: float, first
     epochs = {name: share * run.tokens / len(pack.train[name]) for name, share in run.shares.items()}
     memory = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
     return {"last": last, "args": vars(args), "shares": run.shares, "epochs": epochs, "peak_bytes": memory,
+            "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "a CPU",
             "history": history, "curve": run.curve[::keep] + run.curve[-1:]}
 
 
 def write_json(path: Path, value) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1, default=str))
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    cuda = torch.cuda.is_available()
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--pack", type=Path, required=True, help="folder of index.json and *.u16.xz")
-    p.add_argument("--bench", action="store_true", help="compare speeds and learning rates, write bench.json")
-    p.add_argument("--train", action="store_true")
-    p.add_argument("--out", default=os.environ.get("OUT", "data/pretrain/out"))
-    p.add_argument("--state", default="/root/dd_state" if cuda else "data/pretrain/state")
-    p.add_argument("--device", default="cuda" if cuda else "cpu")
-    p.add_argument("--resume", action="store_true", help="continue from the state on this machine's disk")
-    p.add_argument("--init-from", default="", help="folder of exported weights; fresh optimizer")
-    for name, default, note in (
-        ("minutes", 9.2, "of this call, all included"), ("reserve", 45.0, "seconds kept for the end"),
-        ("lr", 4e-3, "AdamW peak"), ("muon-lr", 1e-2, "Muon peak"), ("weight-decay", 0.1, "matrices"),
-        ("warmup", 10.0, "seconds"), ("decay", 0.3, "share of all training time"), ("dropout", 0.0, "rate"),
-        ("balance", 0.01, "coefficient"), ("z", 0.001, "coefficient"), ("power", 0.5, "of the mixture"),
-        ("planned-tokens", 1.2e9, "for the cap on epochs"), ("epochs", 16.0, "at most, natural domains"),
-        ("synthetic", 0.06, "share"), ("report", 30.0, "seconds"),
-        ("save-every", 120.0, "seconds"), ("bench-seconds", 300.0, "of the whole bench call"),
-        ("probe-seconds", 20.0, "per learning rate"),
-    ):
-        p.add_argument(f"--{name}", type=float, default=default, help=f"{note} (default {default:g})")
-    for name, default in (("calls-left", 1), ("batch", 128), ("length", 512), ("seed", 0),
-                          ("eval-tokens", 1_000_000)):
-        p.add_argument(f"--{name}", type=int, default=default)
-    p.add_argument("--optimizer", default="muon", choices=("adamw", "muon"))
-    p.add_argument("--experts", default="dense", choices=("dense", "sparse"))
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
-    p.add_argument("--model", default="{}", help="JSON: changes of the configuration (tests)")
-    p.add_argument("--shares", default="{}", help="JSON: domain -> share, over the default mixture")
-    p.add_argument("--variants", default="sparse:128x512,dense:128x512,sparse:256x512")
-    p.add_argument("--recipes", default="muon:1e-2,adamw:4e-3,muon:2e-2,muon:5e-3,muon:1e-2:weight_decay=0.5",
-                   help="optimizer:rate[:option=value ...], comma separated")
-    return p
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -260,10 +276,11 @@ def main(argv: list[str] | None = None) -> None:
 
         bench.run(args, pack, out)
         return
-    train(args, pack, out)
-    from dualdeadline.pretrain import evaluate
+    metrics = train(args, pack, out)
+    from dualdeadline.pretrain import card, evaluate
 
-    evaluate.main(out / "model", pack, out / "records.json", args)
+    rows = evaluate.main(out / "model", pack, out / "records.json", args)
+    card.write(out / "model", metrics, rows)
 
 
 if __name__ == "__main__":

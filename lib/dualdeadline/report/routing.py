@@ -52,3 +52,28 @@ def packages() -> pd.DataFrame:
 def training_records(model: str) -> pd.DataFrame:
     """Records of how a shipped model was trained: always the committed ones, whatever the profile."""
     return record.read(paths.Workspace("pilot"), "90_pilot_model", model)
+
+
+def embedded(models: list[str]) -> pd.DataFrame:
+    """The embedded models beside each other: training, held-out text and routing over layers, one column each.
+
+    Args:
+        models: keys of `models.yaml` with records of notebook 90.
+    """
+    columns = {}
+    for model in models:
+        rows = training_records(model)
+        found, layers = rows.set_index(["variant", "metric"])["median"], rows[rows["variant"] == "routing"]
+        ahead = layers[layers["metric"].str.startswith("gate_ahead_recall")]["median"]
+        by_metric = layers.groupby("metric")["median"]
+        mean, total = by_metric.mean(), by_metric.sum()
+        columns[model] = {
+            "training tokens, millions": found["training", "tokens_seen"] / 1e6,
+            "bits per byte, macro": found["macro", "bits_per_byte"], "dead experts": total["dead_experts"],
+            "load of a layer's least used expert": by_metric.min()["load_min"],
+            "load of a layer's most used expert": by_metric.max()["load_max"],
+            "experts the token before had too": mean["previous_token_reuse"],
+            "recall at K of the next router, one layer early": ahead.mean(),
+            "shared expert's gate": mean.get("shared_gate"),
+        }
+    return pd.DataFrame(columns).rename_axis("figure")
