@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 
+
+def interpreted_python(*arguments: str, **more) -> subprocess.CompletedProcess:
+    """Run Python with Triton's interpreter, which has to be chosen before Triton is imported."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | more.pop("env", {})
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, **more)
+
+
+def passes_interpreted(file: str, *options: str) -> str:
+    """Run a test file in a pytest process of its own, in Triton's interpreter; what it printed, once all passed."""
+    done = interpreted_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *options, file)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 def pytest_configure(config):

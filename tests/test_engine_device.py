@@ -3,14 +3,11 @@
 The interpreter has to be chosen before Triton is imported, so these tests run in one pytest process of their own.
 """
 
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-from conftest import tiny_config
+from conftest import passes_interpreted, tiny_config
 
 from dualdeadline import engine, kernels, models
 from dualdeadline.decode import measure, recorded, rows, study
@@ -22,10 +19,7 @@ interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside te
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="runs outside the interpreter")
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=env,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def offloaded(slots, dtype=torch.float32, **options):
@@ -35,8 +29,8 @@ def offloaded(slots, dtype=torch.float32, **options):
                                                   "predictor": None} | options))
 
 
-def logits(model, rows=1, new=3):
-    ids = torch.randint(1, 380, (rows, 4), generator=torch.Generator().manual_seed(1))
+def logits(model, rows=1, new=3, length=4):
+    ids = torch.randint(1, 380, (rows, length), generator=torch.Generator().manual_seed(1))
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, output_logits=True,
                          return_dict_in_generate=True)
     handle = model.dualdeadline
@@ -47,6 +41,16 @@ def logits(model, rows=1, new=3):
 @pytest.fixture(scope="module")
 def resident():
     return {dtype: logits(offloaded(8, dtype)) for dtype in (torch.float32, torch.bfloat16)}
+
+
+@interpreted
+def test_a_prompt_whose_experts_cross_early_comes_before_a_captured_step():
+    """The host fills free slots of the next layer; the device's tables then count on what lies there."""
+    model = offloaded(3, context=40)
+    assert torch.equal(logits(model, length=20), logits(offloaded(8, context=40), length=20))
+    stats = model.dualdeadline.stats()
+    assert stats["bytes_early"] > 0 and stats["path"] == "graph" and not model.dualdeadline.hosted.arriving
+    assert all(0 <= rate <= 1 for rate in stats["hit_rate_by_layer"])
 
 
 @interpreted
@@ -103,8 +107,8 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
     group = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
     parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 3.0))
     assert parts["check"][0]["median"] == 7
-    links = {(row["variant"], row["config"]["lanes"]): row["median"] for row in parts["links"]}
-    assert set(links) == {("copy", 0), ("fetch", 1), ("fetch", Case.lanes)} and min(links.values()) > 0
+    (copied,) = parts["links"]
+    assert copied["variant"] == "copy" and copied["median"] > 0
     assert {row["config"]["lanes"] for row in parts["map"]} == {1} and {row["n"] for row in parts["map"]} == {1}
     hits = {row["config"]["warm"]: row["median"] for row in parts["steps"] if row["metric"] == "hit_rate"
             and row["variant"] == "no prefetch" and row["config"]["schedule"] == "staged_barrier"}

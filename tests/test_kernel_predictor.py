@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import interpreted_python
 from dualdeadline import predictors
 from dualdeadline.kernels import predictor as kernels
 from dualdeadline.kernels import predictor_kernels as device
@@ -174,9 +173,7 @@ print(json.dumps(found))
 def interpreted():
     """What each case raised, None where nothing; one process for all, since importing takes longest."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", HEAD + RUN], env=env, input=json.dumps(CASES), capture_output=True,
-                          text=True)
+    done = interpreted_python("-c", HEAD + RUN, env={"PYTHONPATH": path}, input=json.dumps(CASES))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

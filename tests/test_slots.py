@@ -4,14 +4,12 @@ The kernels run in Triton's interpreter, in a pytest process of its own (`test_i
 test_kernels.py; so does the decode whose programs share all blocks.
 """
 
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from conftest import passes_interpreted
 from dualdeadline import cache, kernels, wire
 from dualdeadline.cache import slots as rules
 from dualdeadline.cache.slots import Ahead, Found, SlotTables
@@ -26,15 +24,7 @@ NAN = float("nan")
 
 @outside
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", "kernel_", __file__],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+    assert "skipped" not in passes_interpreted(__file__, "-k", "kernel_")
 
 
 class Bank:

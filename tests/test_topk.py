@@ -1,11 +1,8 @@
 """The small top-k kernel against torch's own, and where compiled code takes it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from conftest import passes_interpreted
 
 from dualdeadline import kernels
 from dualdeadline.kernels import topk
@@ -15,10 +12,7 @@ interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside te
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="runs outside the interpreter")
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    passes_interpreted(__file__)
 
 
 @interpreted

@@ -4,14 +4,12 @@ The kernel runs in Triton's interpreter, in a pytest process of its own (`test_i
 test_kernels.py.
 """
 
-import os
-import subprocess
-import sys
 import types
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import passes_interpreted
 from dualdeadline import kernels, overlap, schedule, simulate, streams, wire
 from dualdeadline.cost import CostModel, TransferModel, work_bytes
 from dualdeadline.kernels import checks
@@ -38,15 +36,7 @@ every_schedule = pytest.mark.parametrize("name", schedule.NAMES)
 
 @outside
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", "kernel_", __file__],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+    assert "skipped" not in passes_interpreted(__file__, "-k", "kernel_")
 
 
 def plan(name, experts, present=(), sizes=CODED):

@@ -16,8 +16,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """`offload` and `plan`, imported when they are first asked for: transformers takes seconds."""
-    homes = {"offload": "dualdeadline.engine", "plan": "dualdeadline.planning"}
+    """`load`, `offload` and `plan`, imported when they are first asked for: transformers takes seconds."""
+    homes = {
+        "load": "dualdeadline.engine.loading",
+        "offload": "dualdeadline.engine",
+        "plan": "dualdeadline.planning",
+    }
     if name not in homes:
         raise AttributeError(f"module 'dualdeadline' has no attribute {name!r}")
     return getattr(importlib.import_module(homes[name]), name)

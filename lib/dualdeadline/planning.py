@@ -18,6 +18,7 @@ MIB = 2**20
 CODED_BITS = 11.2  # per bfloat16 weight; trained and random weights need 11.1 to 11.3
 DECODE = 10  # a decode against a gate/up product that reads as many bytes, where no decode was measured
 GAIN = 0.02  # least predicted gain for which experts are copied ahead
+GUESSED = 2  # records of guesses that wait in staging memory, the default budget
 CUDA_MARGIN = 96 * MIB  # cuBLAS workspaces of two streams, and the last segments of the allocator's pools
 DENSE = ("intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")
 STEPS = 12  # recorded steps that are simulated
@@ -156,7 +157,7 @@ def _fit(sizes: _Sizes, limit: int, context: int, batch: int, kind: str) -> tupl
     whole, staging = sum(sizes.component.values()), sum(sizes.coded.values()) if sizes.dtype is torch.bfloat16 else 0
 
     def memory(slots: int) -> dict[str, int]:
-        space = work + staging * (min(slots, K) if slots < E else 0)
+        space = work + staging * (min(slots, K) + GUESSED if slots < E else 0)
         parts = dict(weights=sizes.weights, cache=held, slots=slots * L * whole, workspace=space)
         return {f"{name}_bytes": size for name, size in {**parts, "total": sum(parts.values()), "limit": limit}.items()}
 

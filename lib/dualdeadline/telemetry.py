@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from dualdeadline import cache
+from dualdeadline.cache.slots import COUNTERS
 from dualdeadline.schedule import COMPONENTS
 
 ROUTES_KEPT = 4096  # decode steps whose routes are remembered for the optimum's hit rate
@@ -19,11 +20,13 @@ class Telemetry:
 
     Args:
         L, E: MoE layers and experts. slots: by component. sizes: link bytes of each component.
+        shared: whether all layers share L times as many slots.
     """
 
-    def __init__(self, L: int, E: int, slots: Mapping[str, int], sizes: Mapping[str, int]):
+    def __init__(self, L: int, E: int, slots: Mapping[str, int], sizes: Mapping[str, int], shared: bool = False):
         self.L, self.E, self.slots, self.sizes = L, E, dict(slots), dict(sizes)
         self.path, self.reason, self.paths, self.forwards = "", "", Counter(), 0
+        self.shared, self.tokens = shared, 0  # tokens whose layers the host ran
         self._routes: list[np.ndarray] = []
         self._step: list[np.ndarray] = []
 
@@ -47,7 +50,30 @@ class Telemetry:
         if not self._routes:
             return None
         routes, slots = np.stack(self._routes), min(self.slots.values())
-        return float(cache.hit_rate(routes, slots, "belady", order="token").mean())
+        if not self.shared:
+            return float(cache.hit_rate(routes, slots, "belady", order="token", experts=self.E).mean())
+        entries = routes + self.E * np.arange(self.L)[:, None]  # one cache, asked L times a token
+        entries = entries.reshape(-1, 1, routes.shape[2])
+        return float(cache.hit_rate(entries, self.L * slots, "belady", order="token", experts=self.L * self.E).mean())
+
+    def by_layer(self, counters: torch.Tensor, misses: Sequence[int]) -> dict:
+        """Hit rates of each layer, None where nothing was asked for; hits and misses as in `counts`."""
+        columns = {name: counters[:, COUNTERS.index(name)].tolist() for name in COUNTERS}
+        parts = [[f"{event}_{part}" for event in ("hits", "misses")] for part in COMPONENTS]
+        rates = []
+        for layer, seen in enumerate(misses):
+            asked = sum(columns[name][layer] for name in parts[0])
+            missed = max(seen, *(columns[miss][layer] for _, miss in parts))
+            rates.append(1 - missed / asked if asked else None)
+        return {"hit_rate_by_layer": rates}
+
+    def times(self, lanes) -> dict:
+        """Milliseconds per token that the host's layers took, where lanes take time: see `engine.timing`."""
+        totals = getattr(lanes, "totals", dict)()
+        per_token = {
+            f"{name}_per_token": value / self.tokens if self.tokens else None for name, value in totals.items()
+        }
+        return totals | per_token | ({"timed_tokens": self.tokens} if totals else {})
 
     def counts(self, found: Mapping[str, int], misses: int) -> dict:
         """Counters of `cache.slots.SlotTables.counts` in bytes and in the words of `stats`.

@@ -99,7 +99,7 @@ class SlotTables:
 
     def withdraw(self, layer: int, component: int, expert: int) -> None:
         """Take back an admission whose bytes have not begun to cross the link; it counts as never made."""
-        bank = _Bank(self, layer, component)
+        bank = Bank(self, layer, component)
         slot = int(bank.slot_of[expert])
         if slot < 0 or not bank.guessed[slot]:
             raise ValueError(f"expert {expert} of layer {layer} has slot {slot} of {NAMES[component]}; needed: a guess")
@@ -179,7 +179,7 @@ def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> F
         raise ValueError(f"ids name {len(wanted)} experts; needed: at most {min(tables.slots)}, the slots of a bank")
     found = Found(N, K)
     for component in range(2):
-        bank = _Bank(tables, layer, component)
+        bank = Bank(tables, layer, component)
         bank.clock[0] += 1
         place = bank.slot_of.tolist()
         in_use, taken = {expert for expert in wanted if place[expert] >= 0}, []
@@ -200,7 +200,7 @@ def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> F
 
 
 def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, threshold: float, budget: Sequence[int],
-          control: Tensor | None = None) -> Ahead:
+          control: Tensor | None = None, spared: Sequence[int] = ()) -> Ahead:
     """Choose what to fetch ahead for a layer that is not running, and give it slots.
 
     Ids in range with probability >= threshold pass (NaN never does). Present ones that pass are kept: marked as used at
@@ -213,19 +213,20 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, th
         tables: on the CPU; changed in place. ids: integers [N,G]. probabilities: [N,G], compared in float32.
         budget: most components to admit, of gate/up and of down.
         control: float32[4] as in the module's text, changed in place; None: always on.
+        spared: experts that are not evicted either (only here: a bank that all layers share).
     """
     ahead, allowed = Ahead(budget), _allowed(budget, control)
     if allowed is not None:
         passing = _passing(tables.E, ids, probabilities, threshold)
         for component in range(2):
-            bank = _Bank(tables, layer, component)
+            bank = Bank(tables, layer, component)
             place, taken = bank.slot_of.tolist(), []
             kept = {expert for expert in passing if place[expert] >= 0}
             for expert in kept:
                 bank.used[place[expert]] = bank.clock[0]
             for expert in passing:
                 absent = expert not in kept and len(taken) < allowed[component]
-                slot = bank.victim(set(passing)) if absent else None
+                slot = bank.victim({*passing, *spared}) if absent else None
                 if slot is not None:
                     bank.put(expert, slot, guessed=1)
                     taken.append((expert, slot))
@@ -263,7 +264,7 @@ def _settle(tables: SlotTables, control: Tensor) -> None:
     settled[:] = total
 
 
-class _Bank:
+class Bank:
     """Rows of one layer and component, as numpy views that write through: quicker than tensors by far."""
 
     def __init__(self, tables: SlotTables, layer: int, component: int):

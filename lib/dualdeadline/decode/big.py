@@ -120,7 +120,7 @@ class Variants:
             guide,
             case.budget,
             case.threshold,
-            cache.control(BREAK_EVEN, self.device),
+            cache.control(BREAK_EVEN if case.break_even is None else case.break_even, self.device),
             case.lanes,
         )
 

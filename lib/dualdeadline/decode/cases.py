@@ -19,6 +19,7 @@ class Case:
         predictor: label of recorded scores, or "" for none. budget: components ahead per layer, (gate_up, down).
         threshold: least probability. warm: slots keep what earlier prompts left in them, as a server's would.
         lanes: programs of a fetch; fewer emulate a slower link. compiled: the stock code around the experts is.
+        break_even: precision below which the live control stops guesses, where it is not the engine's own.
     """
 
     slots: int
@@ -30,6 +31,7 @@ class Case:
     warm: bool = False
     lanes: int = FETCH_PROGRAMS
     compiled: bool = True
+    break_even: float | None = None
 
     @property
     def name(self) -> str:
@@ -39,12 +41,14 @@ class Case:
     def config(self) -> dict:
         found = asdict(self) | {"budget": "-".join(map(str, self.budget))}
         del found["predictor"]
+        if self.break_even is None:
+            del found["break_even"]
         return found
 
     @property
     def base(self) -> Case:
         """The same without guesses."""
-        return replace(self, predictor="", budget=(0, 0), threshold=Case.threshold)
+        return replace(self, predictor="", budget=(0, 0), threshold=Case.threshold, break_even=None)
 
 
 def guess(base: Case, label: str, gate_up: int, down: int, threshold: float) -> Case:
@@ -65,6 +69,17 @@ def all_cases(slots: Sequence[int], E: int, guesses: Sequence[Sequence], warm: S
         found += [guess(base, *one) for one in guesses]
         kept = replace(base, warm=True)
         found += [kept, *(guess(kept, *one) for one in warm)]
+    return found
+
+
+def control_cases(
+    slots: Sequence[int], E: int, guesses: Sequence[Sequence], break_evens: Sequence[float]
+) -> list[Case]:
+    """What the live control lets wrong guesses cost, by the precision that it asks for."""
+    found = [Case(E, "raw")]
+    for base in map(Case, slots):
+        found.append(base)
+        found += [replace(guess(base, *one), break_even=value) for one in guesses for value in break_evens]
     return found
 
 

@@ -12,8 +12,6 @@ from tqdm.auto import tqdm
 
 from dualdeadline.decode.big import Variants
 from dualdeadline.decode.cases import Case
-from dualdeadline.engine.crossing import FETCH_WARPS
-from dualdeadline.kernels.fetch import fetch
 from dualdeadline.overlap.rows import measured as overlapped
 
 CHECKED = 12  # steps whose logits are compared with the resident variant's, bit by bit
@@ -64,20 +62,6 @@ def run(group: Variants, spans: Sequence[slice], seed: int = 0, cases: Sequence[
                 | counts
             )
     return pd.DataFrame(found)
-
-
-def link(group: Variants, lanes: int, times: int = 10) -> dict:
-    """Record row: GB/s of a fetch with so many programs, one expert's weights at a time, from the raw store."""
-    host = group.stores["raw"].sources["gate_up"][0]
-    bank = torch.empty_like(host[:1], device=group.device)
-    pick = torch.arange(len(host), dtype=torch.int32, device=group.device)
-    none, one = (torch.tensor([number], dtype=torch.int32, device=group.device) for number in (0, 1))
-    found = []
-    for number in range(times + 1):
-        here = pick[number % len(host) :][:1]
-        ms = clocked(group.device, lambda here=here: fetch(host, bank, here, none, one, lanes, FETCH_WARPS))
-        found.append(host[0].nbytes / ms / 1e6)
-    return overlapped("fetch", "link_gbps", "GB/s", found[1:], {"lanes": lanes})
 
 
 def copies(group: Variants, times: int = 5) -> dict:

@@ -24,6 +24,14 @@ def build(
     return big.Variants(big.build(device or "cuda", seed=seed, **sizes), recorded, cases, seed, compile, device)
 
 
+def controlled(group: big.Variants, recorded: Recorded, resamples: int, seed: int) -> Iterator[tuple[str, list[dict]]]:
+    """Cases of the live control in one interleaved run of their own, after the check of their bits."""
+    stored = {wire: {part: store.bytes(part) for part in COMPONENTS} for wire, store in group.stores.items()}
+    measure.check(group, recorded.spans[0].start)
+    found = rows.measured(measure.run(group, recorded.spans, seed), stored, resamples, seed)
+    yield "control", [row for row in found if "break_even" in row["config"]]
+
+
 def measured(
     group: big.Variants,
     recorded: Recorded,
@@ -57,8 +65,7 @@ def measured(
     ]
     own = [case for case in group.cases if case not in wide]
     yield "steps", rows.measured(measure.run(group, recorded.spans, seed, own), stored, resamples, seed)
-    links = sorted({case.lanes for case in group.cases})
-    yield "links", [measure.copies(group), *(measure.link(group, lanes) for lanes in links)]
+    yield "links", [measure.copies(group)]
     yield "singles", list(singles.rows(group))
     if wide:
         spread = measure.run(group, recorded.spans[:wide_prompts], seed, wide)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from dualdeadline import models
-from dualdeadline.cache import slots as cache
+from dualdeadline.cache.pool import Pool
+from dualdeadline.engine.worth import Worth
 from dualdeadline.predictors import REGISTRY
 from dualdeadline.predictors.base import MAX_HORIZON, Predictor
 from dualdeadline.predictors.gate_ahead import GateAhead
 
 GUESSES = 8  # of a token that prefetch looks at
+CONTROLS = ("precision", "time")
 SLOPE = 1.0  # of gate-ahead without a trace: probability one half at the router's cut, by its own logits
 
 
@@ -34,17 +36,19 @@ def untrained(spec: models.MoESpec, horizon: int) -> GateAhead:
     return found
 
 
-def resolve(predictor, spec: models.MoESpec, horizon: int, backend: str) -> tuple[object | None, str]:
-    """What guesses, and why that. `auto` never raises: no guesses where a link has to carry them, since none that was
-    measured shortens a step by the 2 % that would be worth it; gate-ahead on the cpu backend, which has no link.
+def resolve(
+    predictor, spec: models.MoESpec, horizon: int, backend: str, coded: bool = False
+) -> tuple[object | None, str]:
+    """What guesses, and why that. `auto` never raises: gate-ahead, which needs no trace, where it was measured to
+    pay (encoded experts inside a graph) and on the cpu backend, which has no link; else no guesses.
 
     Raises:
         ValueError: an unknown name, one that needs a trace, or a predictor fitted for other sizes.
     """
     if predictor is None:
         return None, "no predictor was asked for"
-    if predictor == "auto" and backend != "cpu":
-        return None, "auto leaves prefetch off: none that was measured on a GPU gained 2 % (notebooks 07 and 09)"
+    if predictor == "auto" and backend != "cpu" and not (coded and backend == "graph"):
+        return None, "auto prefetches encoded experts inside a graph only: elsewhere none gained 2 % (notebooks 07, 09)"
     if predictor == "auto":
         try:
             return untrained(spec, horizon), "gate-ahead, which needs no trace"
@@ -74,14 +78,18 @@ def resolve(predictor, spec: models.MoESpec, horizon: int, backend: str) -> tupl
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What was asked for: predictor, layers ahead, components per layer (gate_up, down), least probability."""
+    """What was asked for: predictor, layers ahead, components per layer (gate_up, down), least probability, and what
+    switches guesses off: "precision" (live share of useful ones), "time" (that, and the time of steps without them)."""
 
     predictor: object
     horizon: int
     budget: tuple[int, int]
     threshold: float
+    control: str = "precision"
 
     def __post_init__(self):
+        if self.control not in CONTROLS:
+            raise ValueError(f"control is {self.control!r}; needed: 'auto' or one of {', '.join(CONTROLS)}")
         numbers = [*self.budget, self.horizon, self.threshold]
         if any(isinstance(value, bool) or not isinstance(value, Real) for value in numbers) or any(
             value != int(value) for value in numbers[:-1]
@@ -106,6 +114,7 @@ class Guide:
         predictor: from `resolve`. prefetch: budget, threshold and horizon (of a bare callable).
         control: live state of `cache.slots.admit`.
 
+    A predictor with `across_tokens` speaks of its own layer at the next token (see `next_token`), whatever the horizon.
     A predictor that fails is switched off, with the reason in `failed`: a guess changes time, never results.
     """
 
@@ -114,6 +123,13 @@ class Guide:
         self.horizon = predictor.horizon if isinstance(predictor, Predictor) else prefetch.horizon
         self.step: Callable | None = predictor.online() if isinstance(predictor, Predictor) else predictor
         self.foreign, self.failed = not isinstance(predictor, Predictor), ""
+        self.ahead = 0 if getattr(predictor, "across_tokens", False) else self.horizon
+        self.worth = Worth() if prefetch.control == "time" else None
+
+    @property
+    def on(self) -> bool:
+        """Whether guesses are made in this step, as far as their time decides."""
+        return self.worth is None or self.worth.on
 
     def after(self, number: int, hidden: Tensor, ids: Tensor) -> tuple[int, Tensor, Tensor] | None:
         """(target layer, ids [N,G], probabilities [N,G]) by falling probability, on the CPU; None without a guess."""
@@ -121,14 +137,14 @@ class Guide:
             return None
         try:
             chances = self._ask(number, hidden, ids)
-            if chances is None or number + self.horizon >= self.spec.L:
+            if chances is None or number + self.ahead >= self.spec.L:
                 return None
             chances = torch.as_tensor(chances).detach().float().cpu()
             if chances.shape != (len(hidden), self.spec.E):
                 raise ValueError(f"probabilities are {tuple(chances.shape)}; needed: {(len(hidden), self.spec.E)}")
             chances = torch.where(chances.isfinite(), chances, -1.0)
             values, names = chances.topk(min(GUESSES, self.spec.E), -1)
-            return number + self.horizon, names.int(), values
+            return number + self.ahead, names.int(), values
         except Exception as error:
             self.failed, self.step = f"the predictor failed: {error}", None
             return None
@@ -140,9 +156,9 @@ class Guide:
         with torch.random.fork_rng(devices=[]):
             return self.step(number, hidden.detach().clone(), ids.clone())
 
-    def admit(self, tables, target: int, names: Tensor, chances: Tensor):
-        """Slots for what is worth fetching ahead; see `cache.slots.admit`."""
-        return cache.admit(tables, target, names, chances, self.threshold, self.budget, self.control)
+    def admit(self, pool: Pool, target: int, names: Tensor, chances: Tensor) -> list[list]:
+        """Slots for what is worth fetching ahead; see `Pool.admit`."""
+        return pool.admit(target, names, chances, self.threshold, self.budget, self.control)
 
 
 class DeviceGuide:

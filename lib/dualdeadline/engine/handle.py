@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from dualdeadline import models
 from dualdeadline.cache import slots as cache
-from dualdeadline.engine import banks
+from dualdeadline.cache.pool import Pool
+from dualdeadline.engine import banks, guard, timing
 from dualdeadline.engine import guide as guides
 from dualdeadline.engine.captured import CapturedForward, prefer_static
 from dualdeadline.engine.device import DeviceDriven
@@ -25,7 +27,8 @@ from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import HostStore
 from dualdeadline.telemetry import Telemetry
 
-BREAK_EVEN = 0.5  # share of guesses that must turn out useful; a wasted component costs what a useful one saves
+BREAK_EVEN = 0.8  # share of guesses that must turn out useful: a useful one hides part of its link time, a wasted one
+# costs all of it; gate-ahead's lie above 0.9, random ones that are used late near 0.5 (notebook 09)
 _keys = itertools.count()
 _handles: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
@@ -33,18 +36,6 @@ _handles: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDiction
 def run_layer(key: int, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """A layer of the handle with that key, from compiled code that knows numbers only."""
     return _handles[key].layer(number, hidden, ids, weights)
-
-
-class _Exact(torch.autograd.Function):
-    """Lets a forward run with gradients switched on, and refuses the backward it has no weights for."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weights: Tensor, layer) -> Tensor:
-        return layer()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("backward through offloaded experts; needed: model.dualdeadline.remove() before training")
 
 
 class Offloaded:
@@ -60,15 +51,20 @@ class Offloaded:
         why: Sequence[str],
         context: int,
         compile: bool,
+        tier=None,
     ):
         self.model, self.spec, self.layers, self.options = weakref.ref(model), spec, list(layers), options
-        guess, reason = guides.resolve(prefetch.predictor, spec, prefetch.horizon, options.backend)
+        asked = prefetch.predictor, spec, prefetch.horizon
+        guess, reason = guides.resolve(*asked, options.backend, options.coded)
         self.guessing, self.why = reason, (*why, *options.why, f"predictor: {reason}")
         self.configs = [layer.module.config for layer in layers]  # possibly shared with other models
+        self.pid = os.getpid()  # threads and CUDA do not survive a fork
         self.lock = threading.RLock()  # one layer at a time, whichever thread asks
         self.installed: list = []  # with a `remove`, the last one first
         self.moved: list[tuple[Tensor, torch.device]] = []  # parameters and buffers, and where they were
-        self.store = HostStore(layers, options.coded, pinned=options.device.type == "cuda")
+        self.tier = tier  # makes stores and layers of another kind than those of host memory
+        pinned = options.device.type == "cuda"
+        self.store = HostStore(layers, options.coded, pinned) if tier is None else tier.store(layers, options)
         try:
             move(model, options.device, self.moved)
             self._build(guess, prefetch)
@@ -80,11 +76,12 @@ class Offloaded:
     def _build(self, guess, prefetch: guides.Prefetch) -> None:
         """Slots, tables, lanes and guides."""
         device, slots = self.options.device, self.options.slots
-        self.banks = banks.allocate(self.layers, slots, device)
-        self.tables = cache.SlotTables(self.spec.L, self.spec.E, tuple(slots[part] for part in COMPONENTS), "cpu")
+        self.banks = banks.allocate(self.layers, slots, device, self.options.pool == "shared")
+        self.pool = Pool(self.spec.L, self.spec.E, [slots[part] for part in COMPONENTS], self.options.pool == "shared")
+        self.tables = self.pool.tables
         sizes = {part: self.store.bytes(part) for part in COMPONENTS}
-        self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes)
-        lanes = StreamLanes(device) if device.type == "cuda" else CallerLanes()
+        self.telemetry = Telemetry(self.spec.L, self.spec.E, slots, sizes, self.pool.shared)
+        self.lanes = lanes = self._lanes(device)
         self.device = None
         self.whole = min(slots.values()) >= self.spec.E
         if self.whole:
@@ -92,16 +89,24 @@ class Offloaded:
         if self.options.backend == "graph":
             guess = self._for_graph(guess, prefetch)
         self.guide = guides.Guide(guess, self.spec, prefetch, cache.control(BREAK_EVEN)) if guess else None
+        if self.tier is not None:
+            self.hosted = self.tier.hosted(self, lanes)
+            return
         self.hosted = Hosted(
             self.layers,
             self.store,
             self.banks,
-            self.tables,
+            self.pool,
             lanes,
             self.options.schedule,
             self.options.kernels,
             self.guide,
         )
+
+    def _lanes(self, device: torch.device):
+        if self.options.timed:
+            return timing.TimedStreams(device) if device.type == "cuda" else timing.TimedCaller()
+        return StreamLanes(device) if device.type == "cuda" else CallerLanes()
 
     def _fill(self) -> None:
         """Every expert fits: each into the slot of its own number; also again, after an error."""
@@ -140,6 +145,7 @@ class Offloaded:
             layer.module._dualdeadline_key = self.key
             layer.module.config = copy.copy(layer.module.config)  # other models may share the old one
             layer.module.config._experts_implementation = NAME
+        self.installed.append(guard.Guard(model, self))
         if self.device is not None:
             self.captured = CapturedForward(model, compile, on_path=self._on_path, refuse=self._refuse)
             self.installed += [self.captured, prefer_static(model, context)]
@@ -153,6 +159,9 @@ class Offloaded:
             self.why += (f"compile: {reason}",)
             return
         on_device = name in ("graph", "first", "buffers")
+        if on_device:  # a graph would go on with what it was captured with
+            for layer in self.layers:
+                guard.unchanged(layer)
         self.telemetry.ran("graph" if on_device else "streams", "" if on_device else reason)
         self._use("device" if on_device else "host")
 
@@ -168,17 +177,15 @@ class Offloaded:
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H] of one layer's routed experts, as transformers' dispatch asks for it."""
-        if self.layers[number].module.training:
-            raise RuntimeError(
-                "the model is in training mode; needed: model.eval(), offloaded experts have no gradients"
-            )
+        guard.same_process(self.pid)
+        guard.unchanged(self.layers[number])
         if hidden.device.type != self.options.device.type:
             raise RuntimeError(
                 f"tokens are on {hidden.device}, slots on {self.options.device}; needed: the model where "
                 "`offload` put it"
             )
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
-            return _Exact.apply(hidden, weights, lambda: self._run(number, hidden, ids, weights))
+            return guard.Exact.apply(hidden, weights, lambda: self._run(number, hidden, ids, weights))
         return self._run(number, hidden, ids, weights)
 
     def _run(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -191,7 +198,9 @@ class Offloaded:
                 if self.whole and not self.tables.present(number, 0):
                     self._fill()
                 if number == 0 and self.device is None:
-                    self.telemetry.ran(self.options.backend)
+                    self.telemetry.ran(self.options.backend, self.options.fallback)
+                if number == 0:
+                    self.telemetry.tokens += len(ids)
                 host = ids.cpu()
                 self.telemetry.routes(number, host)
                 return self.hosted.layer(number, hidden, ids, weights)
@@ -211,6 +220,8 @@ class Offloaded:
         """Counters since `offload`, what ran and what was chosen; see `telemetry`."""
         tables = self.device.tables if self.device is not None and self.newer == "device" else self.tables
         found = self.telemetry.counts(tables.counts(), self.hosted.misses)
+        counters = self.pool.counters if self.pool.shared else tables.counters
+        found |= self.telemetry.by_layer(counters, self.pool.misses) | self.telemetry.times(self.lanes)
         on, reason = self._prefetch()
         return found | {
             "path": self.telemetry.path,
@@ -221,12 +232,15 @@ class Offloaded:
             "prefetch_on": on,
             "prefetch_reason": reason,
             "slots": dict(self.options.slots),
+            "pool": self.options.pool,
+            "bytes_early": getattr(self.hosted, "bytes_early", 0),
             "schedule": self.options.schedule,
             "kernels": self.options.kernels,
             "wire": "coded" if self.options.coded else "raw",
             "backend": self.options.backend,
             "host_bytes": self.store.nbytes,
             "why": self.why,
+            **(self.store.stats() if hasattr(self.store, "stats") else {}),
         }
 
     def _prefetch(self) -> tuple[bool, str]:
@@ -241,23 +255,28 @@ class Offloaded:
         precision, _, least, _ = owner.control.tolist()
         if precision < least:
             return False, f"live precision {precision:.2f} is below {least:.2f}; every 64th call still tries"
-        return True, self.guessing
+        worth = getattr(guide, "worth", None)
+        return (True, self.guessing) if worth is None else (worth.verdict, f"{self.guessing}; {worth}")
 
     def remove(self) -> None:
         """Give the model its experts back and forget everything; the model is what it was before `offload`."""
         model = self.model()
         if model is None or getattr(model, "dualdeadline", None) is not self:
             return  # the model is gone, or this was done before
+        guard.same_process(self.pid)
         with torch.inference_mode(False), torch.no_grad(), self.lock:
             self._uninstall(model)
         del model.dualdeadline
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(f"an offloaded model cannot be copied or pickled; {guard.NEEDED}, or save_pretrained")
 
     def _uninstall(self, model: nn.Module) -> None:
         while self.installed:
             self.installed[-1].remove()  # raises if somebody else's change lies on top
             self.installed.pop()
-        if hasattr(self, "hosted"):
-            self.hosted.lanes.close()
+        if hasattr(self, "lanes"):
+            self.lanes.close()
         for layer in self.layers:
             for name in ("_dualdeadline", "_dualdeadline_layer", "_dualdeadline_key"):
                 layer.module.__dict__.pop(name, None)

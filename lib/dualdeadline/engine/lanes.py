@@ -21,8 +21,11 @@ class CallerLanes:
     def enter(self) -> None:
         """A layer starts."""
 
-    def fence(self) -> None:
-        """Copies issued from here on begin after all computation issued so far."""
+    def mark(self) -> None:
+        """All computation issued so far, for `fence`."""
+
+    def fence(self, mark) -> None:
+        """Copies issued from here on begin after the computation of a mark."""
 
     def copy(self, work: Callable[[], None], needs: Sequence[Mark]) -> Mark:
         waits: list[Future] = [need.end for need in needs if need.lane]
@@ -63,11 +66,14 @@ class StreamLanes(CudaLanes):
     def enter(self) -> None:
         self.streams[0] = torch.cuda.current_stream(self.streams[1].device)
 
-    def fence(self) -> None:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self.streams[0])
+        return event
+
+    def fence(self, mark: torch.cuda.Event) -> None:
         for stream in self.streams[1:]:
-            stream.wait_event(event)
+            stream.wait_event(mark)
 
     def cancel(self, mark: Mark) -> bool:
         return False

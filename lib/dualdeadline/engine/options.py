@@ -10,13 +10,14 @@ import torch
 
 from dualdeadline import kernels as triton_kernels
 from dualdeadline import schedule as schedules
+from dualdeadline.cache.pool import POOLS
 from dualdeadline.engine.surgery import LayerExperts, fits_fused
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import WIRES
 
 BACKENDS = ("cpu", "streams", "graph")
 KERNELS = ("torch", "fused")
-TIERS = ("pinned",)
+TIERS = ("pinned", "remote", "ssd")
 IN_GRAPH = ("demand_serial", "staged_barrier")  # schedules of the graph backend: one deadline, or two
 SCHEDULE = "demand_pipelined"  # no named schedule makes a measured decode step shorter (notebook 07)
 
@@ -32,6 +33,9 @@ class Options:
     kernels: str
     device: torch.device
     why: tuple[str, ...]
+    pool: str = "layer"
+    timed: bool = False
+    fallback: str = ""  # why another backend runs than the one that was asked for
 
 
 def one_of(name: str, value, known: Sequence[str]) -> None:
@@ -68,6 +72,8 @@ def choose(
     backend: str,
     kernels: str,
     device,
+    pool: str = "layer",
+    timed: bool = False,
 ) -> Options:
     """Check all choices together and fill in what is `auto`.
 
@@ -78,14 +84,45 @@ def choose(
     one_of("wire", wire, WIRES)
     one_of("backend", backend, BACKENDS)
     one_of("kernels", kernels, KERNELS)
+    if pool not in POOLS:
+        raise ValueError(f"pool is {pool!r}; needed: one of {', '.join(POOLS)}")
     device, why = place(device, backend), []
-    backend = _backend(backend, device, why)
+    pool = _pool(pool, layers, slots, why)
+    backend = _backend(backend, device, why, _by_host(pool, timed))
     kernels = _kernels(kernels, layers, backend, device, why)
     if backend == "graph" and kernels != "fused":
         raise ValueError("backend 'graph' computes with kernels 'fused'; needed: backend 'streams' for kernels 'torch'")
     coded = _coded(wire, layers, backend, why)
     schedule = _schedule(schedule, backend, why)
-    return Options(slots, schedule, coded, backend, kernels, device, tuple(why))
+    return Options(slots, schedule, coded, backend, kernels, device, tuple(why), pool, timed)
+
+
+def _by_host(pool: str, timed: bool) -> str | None:
+    """Why the host has to drive every layer, or None."""
+    if pool == "shared":
+        return "one pool for all layers is looked up by the host"
+    return "operations are timed one by one" if timed else None
+
+
+def _pool(pool: str, layers: Sequence[LayerExperts], slots: Mapping[str, int], why: list[str]) -> str:
+    kinds = {(layer.dtype, *layer.shapes.values()) for layer in layers}
+    if pool == "shared" and len(kinds) > 1:
+        raise ValueError(f"layers have experts of {len(kinds)} sizes or dtypes; needed: pool 'layer', or equal ones")
+    if pool == "shared" and min(slots.values()) >= layers[0].E:
+        why.append("pool layer: every expert has a slot, there is nothing to share")
+        return "layer"
+    return pool
+
+
+def judged_by(control: str, backend: str) -> str:
+    """What switches guesses off, of `guide.CONTROLS`.
+
+    Raises:
+        ValueError: the time of steps inside a graph, which the host does not take.
+    """
+    if control == "time" and backend == "graph":
+        raise ValueError("control is 'time' with backend 'graph'; needed: 'auto' or 'precision', a graph keeps no time")
+    return ("time" if backend == "streams" else "precision") if control == "auto" else control
 
 
 def place(device, backend: str) -> torch.device:
@@ -122,19 +159,21 @@ def _schedule(schedule: str, backend: str, why: list[str]) -> str:
     return schedule
 
 
-def _backend(backend: str, device: torch.device, why: list[str]) -> str:
+def _backend(backend: str, device: torch.device, why: list[str], by_host: str | None) -> str:
     tried = triton_kernels.INTERPRETED and backend == "graph"  # the device's kernels in Triton's interpreter
     if (backend == "cpu") == (device.type == "cuda") and backend != "auto" and not tried:
         raise ValueError(
             f"backend is {backend!r}, the device is {device}; needed: 'cpu' on a CPU, "
             "'streams' or 'graph' on a CUDA device"
         )
+    if backend == "graph" and by_host:
+        raise ValueError(f"backend is 'graph' and {by_host}; needed: backend 'streams' or 'auto'")
     if backend != "auto":
         return backend
     if device.type != "cuda":
         why.append("backend cpu: no GPU is visible")
         return "cpu"
-    missing = triton_kernels.available()
+    missing = by_host or triton_kernels.available()
     why.append(f"backend streams: {missing}" if missing else "backend graph: a GPU that Triton can use")
     return "streams" if missing else "graph"
 

@@ -14,6 +14,7 @@ NAME = "dualdeadline"  # our entry in transformers' experts interface
 PARAMETERS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 BIASES = {"gate_up": "gate_up_proj_bias", "down": "down_proj_bias"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HELD = "_dualdeadline_held"  # on an experts module whose weights never were the model's: `loading` keeps them there
 
 
 @dataclass
@@ -23,6 +24,7 @@ class LayerExperts:
     Attributes:
         number: of the MoE layer, from 0. module: transformers' experts module.
         parameters: by component, the model's own `[E, rows, columns]`, kept without its memory while it is taken.
+        places: by component, what stands in the model instead: parameters on the meta device.
         shapes: by component, of one expert. transposed: weights are `[in, out]`. biased: `[E, out]` biases exist.
     """
 
@@ -35,6 +37,7 @@ class LayerExperts:
     dtype: torch.dtype
     shapes: dict[str, tuple[int, ...]]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    places: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def bytes(self, component: str) -> int:
         rows, columns = self.shapes[component]
@@ -45,24 +48,41 @@ class LayerExperts:
         return getattr(self.module, BIASES[component]) if self.biased else None
 
     def take(self) -> dict[str, Tensor]:
-        """The weights, which the model no longer holds: a parameter without memory stands in their place."""
-        self.parameters = {part: getattr(self.module, name) for part, name in PARAMETERS.items()}
-        taken = {part: value.data for part, value in self.parameters.items()}
-        for part, value in self.parameters.items():
-            empty = torch.empty(value.shape, dtype=self.dtype, device="meta")
-            setattr(self.module, PARAMETERS[part], nn.Parameter(empty, False))
-            value.data = torch.empty(0, dtype=self.dtype)
+        """The weights, which the model no longer holds: a parameter without memory stands in their place.
+
+        Of a model whose experts went past it they are what `loading` kept: weights, or their wire records.
+        """
+        own = {part: getattr(self.module, name) for part, name in PARAMETERS.items()}
+        taken = self.module.__dict__.pop(HELD, None)
+        self.parameters = own
+        if taken is not None:
+            empty = torch.empty(0, dtype=self.dtype)
+            self.parameters = {part: nn.Parameter(empty.clone(), value.requires_grad) for part, value in own.items()}
+        else:
+            taken = {part: value.data for part, value in own.items()}
+        for part, value in own.items():
+            self.places[part] = nn.Parameter(torch.empty(value.shape, dtype=self.dtype, device="meta"), False)
+            setattr(self.module, PARAMETERS[part], self.places[part])
+            self.parameters[part].data = torch.empty(0, dtype=self.dtype)
         return taken
+
+    def replaced(self) -> str | None:
+        """The name of a weight that somebody put into the taken module since, or None."""
+        held = self.module._parameters
+        return next(
+            (PARAMETERS[part] for part, own in self.places.items() if held.get(PARAMETERS[part]) is not own), None
+        )
 
     def give(self, component: str, weights: Tensor) -> None:
         """Put weights back, in the parameter they came in."""
         value = self.parameters[component]
         value.data = weights
+        self.places.pop(component, None)
         setattr(self.module, PARAMETERS[component], value)
 
 
-def find(model: nn.Module) -> tuple[models.MoESpec, list[LayerExperts]]:
-    """Every MoE layer's experts, checked.
+def find(model: nn.Module, empty: bool = False) -> tuple[models.MoESpec, list[LayerExperts]]:
+    """Every MoE layer's experts, checked; with `empty` those of a model that has no memory yet.
 
     Raises:
         ValueError: no MoE layer, an unknown family, training mode, weights on several devices or already offloaded,
@@ -79,10 +99,10 @@ def find(model: nn.Module) -> tuple[models.MoESpec, list[LayerExperts]]:
     if getattr(model, "peft_config", None) or type(model).__module__.startswith("peft"):
         raise ValueError("the model has adapters; needed: merge them (merge_and_unload) before offloading")
     spec = models.describe(model)
-    return spec, [_experts(number, layer, spec) for number, layer in enumerate(spec.layers)]
+    return spec, [_experts(number, layer, spec, empty) for number, layer in enumerate(spec.layers)]
 
 
-def _experts(number: int, layer: models.MoELayer, spec: models.MoESpec) -> LayerExperts:
+def _experts(number: int, layer: models.MoELayer, spec: models.MoESpec, empty: bool) -> LayerExperts:
     module, name = layer.experts, f"{layer.name}: {type(layer.experts).__name__}"
     biased, transposed = bool(module.has_bias), bool(module.is_transposed)
     if not module.has_gate:
@@ -94,7 +114,7 @@ def _experts(number: int, layer: models.MoELayer, spec: models.MoESpec) -> Layer
     kinds = {getattr(module, key).dtype for key in wanted}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         raise ValueError(f"{name} has weights of {kinds}; needed: one of {DTYPES}")
-    if any(getattr(module, key).is_meta for key in wanted):
+    if any(getattr(module, key).is_meta for key in wanted) and not empty and HELD not in module.__dict__:
         raise ValueError(f"{name} has weights on the meta device; needed: weights that are loaded")
     shapes = {part: tuple(getattr(module, key).shape[1:]) for part, key in PARAMETERS.items()}
     return LayerExperts(number, layer.name, module, transposed, biased, spec.E, kinds.pop(), shapes)

@@ -23,6 +23,21 @@ def _measured(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     return part.assign(name=names, slots=part["config.slots"].astype(int))
 
 
+def _break_even(part: pd.DataFrame) -> pd.Series:
+    name = "config.break_even"
+    return part[name] if name in part else pd.Series(float("nan"), part.index)
+
+
+def control(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps with guesses over those without, by the precision that the live control asks for."""
+    part = _measured(rows, "prefetch_time_ratio")
+    part = part[_break_even(part).notna()]
+    key = ["variant", "slots", "config.threshold", "config.break_even"]
+    part = part.assign(variant=part.variant.str.removesuffix("-no prefetch")) if len(part) else part
+    frame = part.set_index(key)[["median", "low", "high"]] if len(part) else pd.DataFrame(columns=["median"])
+    return frame.rename_axis(index=["guesses", "slots", "from", "break-even"]) if len(part) else frame
+
+
 def _own_link(part: pd.DataFrame) -> pd.Series:
     lanes = part["config.lanes"].astype(float)
     return lanes == lanes.max()  # fewer programs emulate a slower link
@@ -37,6 +52,7 @@ def steps(rows: pd.DataFrame, metric: str = "step_ms", warm: bool = False) -> pd
     part = _measured(rows, metric)
     if part.empty:
         return part
+    part = part[_break_even(part).isna()]
     return part[_own_link(part) & _is(part, "compiled") & (_is(part, "warm") == warm)]
 
 
@@ -65,10 +81,9 @@ def stored(rows: pd.DataFrame, wire: str) -> dict[str, int]:
     return {name.split(", ")[1]: int(size) for name, size in zip(part.variant, part["median"])}
 
 
-def link_gbps(rows: pd.DataFrame, lanes: int = 0) -> float:
-    """Rate of plain copies behind one another in the same run, or of a fetch with so many programs."""
-    part = rows[(rows.metric == "link_gbps") & (rows["config.lanes"].astype(float) == lanes)]
-    return float(part["median"].iloc[0])
+def link_gbps(rows: pd.DataFrame) -> float:
+    """Rate of plain copies behind one another in the same run."""
+    return float(rows[(rows.metric == "link_gbps") & (rows.variant == "copy")]["median"].iloc[0])
 
 
 def floors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -96,30 +111,37 @@ def ratios(rows: pd.DataFrame, wire: str) -> pd.Series:
     return frame[names.str.startswith(wire) & ~names.str.contains("oracle")]
 
 
-def spread(rows: pd.DataFrame) -> pd.DataFrame:
-    """The map: steps over slower links and with plain layers, and what two deadlines, encoding and guesses change."""
+def spread(rows: pd.DataFrame, layers: int) -> pd.DataFrame:
+    """The map: what two deadlines, encoding and guesses change over slower links and with slower layers.
+
+    GB/s is what raw steps with one deadline reach: their bytes over their time beyond the resident step. The window is
+    a resident layer's time; a gate/up that takes many of them can be hidden in part only.
+    """
     part = _measured(rows, "step_ms")
-    part = part[~_is(part, "warm") & part["config.slots"].astype(int).isin(_map_slots(part))]
-    rates = {lanes: link_gbps(rows, lanes) for lanes in part["config.lanes"].astype(int).unique()}
+    part = part[~_is(part, "warm")].assign(plain=~_is(part, "compiled"), lanes=part["config.lanes"].astype(float))
+    resident = part[part.slots == part.slots.max()].groupby("plain")["median"].first()
+    moved = steps(rows, "link_bytes").set_index(["slots", "name"])["median"]
+    size = {wire: stored(rows, wire)["gate_up"] for wire in ("raw", "coded")}
     out = []
-    for (slots, lanes, compiled), here in part.groupby(["slots", "config.lanes", part["config.compiled"].astype(str)]):
+    for (slots, lanes, plain), here in part[part.slots.isin(_map_slots(part))].groupby(["slots", "lanes", "plain"]):
         ms = here.drop_duplicates("name").set_index("name")["median"]
-        if "coded, one deadline" not in ms or not any("residual_gate" in name for name in ms.index):
-            continue
-        guessed = {
-            wire: ms[[n for n in ms.index if n.startswith(wire) and "residual_gate 2-0" in n]]
-            for wire in ("raw", "coded")
+        gbps = moved[slots, "raw, one deadline"] / (ms["raw, one deadline"] - resident[plain]) / 1e6
+        line = {
+            "slots": slots,
+            "layers": "plain" if plain else "compiled",
+            "GB/s": gbps,
+            "raw": ms["raw, one deadline"],
         }
-        line = {"slots": slots, "GB/s": rates[int(lanes)], "layers": "compiled" if compiled == "True" else "plain"}
-        line |= {"raw, ms": ms["raw, one deadline"]}
         for wire in ("raw", "coded"):
             two = ms[f"{wire}, two deadlines"]
+            guessed = ms[[name for name in ms.index if name.startswith(f"{wire}, two") and "residual_gate" in name]]
             line[f"{wire}: two deadlines"] = two / ms[f"{wire}, one deadline"] - 1
-            line[f"{wire}: guesses"] = guessed[wire].iloc[0] / two - 1 if len(guessed[wire]) else float("nan")
+            line[f"{wire}: guesses"] = guessed.iloc[0] / two - 1 if len(guessed) else float("nan")
+            line[f"{wire}: gate/up in windows"] = size[wire] / gbps / 1e6 / (resident[plain] / layers)
         line["encoding"] = ms["coded, two deadlines"] / ms["raw, two deadlines"] - 1
-        line["all three, ms"] = ms[[name for name in ms.index if "oracle" not in name]].min()
         out.append(line)
-    return pd.DataFrame(out).sort_values(["slots", "layers", "GB/s"]).set_index(["slots", "layers", "GB/s"])
+    key = ["slots", "layers", "GB/s"]
+    return pd.DataFrame(out).sort_values(key).set_index(key).rename(columns={"raw": "raw, one deadline, ms"})
 
 
 def _map_slots(part: pd.DataFrame) -> list[int]:

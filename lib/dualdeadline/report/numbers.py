@@ -188,8 +188,9 @@ def _wire(about: Subject) -> list[Number]:
 
 def _engine(about: Subject) -> list[Number]:
     """Tokens/s of the engine, its distance from the floor, and what deadlines, wire format and guesses change."""
-    kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "deadline_difference_ms", "wire_time_ratio", "link_gbps",
-             "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms", "equal_logit_steps", "simulated_step_ms"]
+    kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "link_gbps", "deadline_difference_ms",
+             "wire_time_ratio", "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms",
+             "equal_logit_steps", "simulated_step_ms"]
     rows = about.rows(decode.STAGE, kinds)
     counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
 
@@ -216,7 +217,8 @@ def _engine(about: Subject) -> list[Number]:
         "engine_equal_steps": text.count(int(rows[rows.metric == "equal_logit_steps"]["median"].sum())),
         "engine_off": f"{decode.errors(rows)['off by, %'].abs().median():.1f}",
     }
-    for name, label in (("guided", "residual_gate"), ("free", "gate_ahead"), ("oracle", "oracle"), ("random", "random")):
+    labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle", "random": "random"}
+    for name, label in labels.items():
         said[f"engine_{name}"] = decode.by_slots(rows, "prefetch_time_ratio", variant=f"{label}-no prefetch")
     for wire in ("raw", "coded"):
         ratio = decode.ratios(rows, wire)

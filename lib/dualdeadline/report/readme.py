@@ -49,8 +49,8 @@ experts in slots, {engine_speeds} of {model_e} slots per layer where slots start
 predictor's guesses; transformers' own modes reach {engine_stock}, {engine_stock_graph} in a compiled graph, all
 resident, and accelerate's offload {engine_accelerate} (measured). In its graph a second deadline changes a raw step by
 {engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
-multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free}; perfect
-ones by {engine_oracle}.
+multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
+perfect ones by {engine_oracle}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.

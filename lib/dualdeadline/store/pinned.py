@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -50,13 +52,20 @@ class HostStore:
     def _take(self, layer: LayerExperts) -> None:
         from dualdeadline.engine.surgery import PARAMETERS
 
-        self.devices.append(getattr(layer.module, PARAMETERS["down"]).device)
+        device = getattr(layer.module, PARAMETERS["down"]).device
+        self.devices.append(torch.device("cpu") if device.type == "meta" else device)
         taken = layer.take()
-        for part in COMPONENTS:
-            weights = taken.pop(part)
-            found = _records(weights.cpu()) if self.coded else weights.cpu().contiguous()
-            del weights  # on a GPU its memory is free for the next layer
-            self.sources[part].append(self._pin(found) if self.pinned else found)
+        try:
+            for part in COMPONENTS:
+                found = keep(taken[part].detach(), self.coded)
+                del taken[part]  # on a GPU its memory is free for the next layer
+                self.sources[part].append(self._pin(found) if self.pinned else found)
+                if self.coded:
+                    trim()
+        except BaseException:
+            for part, weights in taken.items():
+                layer.give(part, weights)
+            raise
 
     def _pin(self, tensor: Tensor) -> Tensor:
         """Pin the pages where they are: no copy, and no rounding up to a power of two."""
@@ -106,12 +115,24 @@ class HostStore:
         for layer, device in zip(self.layers, self.devices):
             for part in COMPONENTS:
                 if layer.number < len(self.sources[part]):
-                    layer.give(part, self._whole(part, layer.number).to(device))
+                    layer.give(part, self.whole(part, layer.number).to(device))
+                    self.sources[part][layer.number] = torch.empty(0)  # records and weights never both of all layers
+                    if self.coded:
+                        trim()
 
-    def _whole(self, component: str, layer: int) -> Tensor:
+    def whole(self, component: str, layer: int) -> Tensor:
+        """All experts' weights `[E, rows, columns]` of a layer on the CPU, raw ones without a copy.
+
+        Raises:
+            ValueError: a record is damaged.
+        """
         if not self.coded:
             return self.sources[component][layer]
-        return torch.stack([self.weights(component, layer, expert) for expert in range(self.layers[layer].E)])
+        own = self.layers[layer]
+        out = torch.empty(own.E, *own.shapes[component], dtype=own.dtype)
+        for expert in range(own.E):
+            out[expert] = self.weights(component, layer, expert)
+        return out
 
     def encoded(self) -> HostStore:
         """The experts of a raw store once more, as wire records; the copy gives nothing back to the model."""
@@ -131,6 +152,19 @@ class HostStore:
 def _unregister(registered: list[Tensor]) -> None:
     while registered:
         torch.cuda.cudart().cudaHostUnregister(registered.pop().data_ptr())
+
+
+def trim() -> None:
+    """Return what was freed to the system: glibc keeps it, and many small tensors would then count twice."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep(weights: Tensor, coded: bool) -> Tensor:
+    """What the store holds of weights `[E, rows, columns]`: themselves, in host memory, or their records."""
+    if not coded or weights.dtype == torch.uint8:  # records already: no experts are bytes
+        return weights.cpu().contiguous()
+    return _records(weights.cpu())
 
 
 def _records(weights: Tensor) -> Tensor:

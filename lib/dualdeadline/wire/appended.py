@@ -48,8 +48,8 @@ def build(
             _extend(folder, head, blobs(missing), len(missing), done, end)
 
 
-def read(folder: Path, key: str) -> dict:
-    """What a finished folder says of its records.
+def read(folder: Path, key: str | None) -> dict:
+    """What a finished folder says of its records; `key` None: of whatever checkpoint.
 
     Raises:
         FileNotFoundError: none, or unfinished. ValueError: of another checkpoint, format or size.
@@ -57,7 +57,7 @@ def read(folder: Path, key: str) -> dict:
     if not (folder / "store.json").exists():
         raise FileNotFoundError(f"{folder} holds no finished store; needed: Store.build")
     said = json.loads((folder / "store.json").read_text())
-    if said["format"] != FORMAT or said["key"] != key:
+    if said["format"] != FORMAT or key not in (None, said["key"]):
         raise ValueError(f"{folder} has format {said['format']} and key {said['key']}; needed: {FORMAT} and {key}")
     size = os.path.getsize(folder / "records.bin")
     if size != said["bytes"]:
@@ -71,7 +71,9 @@ def _extend(folder: Path, head: dict, blobs: Iterable[Blob], count: int, done: d
     manifest.write_text(folder / "journal.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     (folder / "store.json").unlink(missing_ok=True)  # the journal knows all that it said
     before = len(done)
-    with open(folder / "records.bin", "r+b" if end else "wb", 0) as data, open(folder / "journal.jsonl", "a") as journal:
+    with open(folder / "records.bin", "r+b" if end else "wb", 0) as data, open(
+        folder / "journal.jsonl", "a"
+    ) as journal:
         data.truncate(end)
         data.seek(end)
         try:
@@ -87,8 +89,8 @@ def _extend(folder: Path, head: dict, blobs: Iterable[Blob], count: int, done: d
                 raise
             raise OSError(
                 error.errno,
-                f"{folder}: no room after {len(done) - before} of {count} records ({os.strerror(error.errno)}); needed: "
-                f"about {_needed(end, len(done), before + count)} more bytes, then the same call goes on from there",
+                f"{folder}: no room after {len(done) - before} of {count} records ({os.strerror(error.errno)}); "
+                f"needed: about {_needed(end, len(done), before + count)} more bytes, then the same call goes on",
             ) from error
     manifest.write_text(folder / "store.json", json.dumps(head | {"bytes": end, "align": ALIGN, "records": done}))
     (folder / "journal.jsonl").unlink()
