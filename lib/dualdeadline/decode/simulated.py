@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
 from dualdeadline import paths, record, steps, streams
@@ -15,7 +16,10 @@ from dualdeadline.decode.rows import row
 from dualdeadline.overlap import Setting, recorded_cost
 from dualdeadline.schedule import Compute
 
-EVERY = 8  # recorded steps of which the middle one is simulated
+FIRST, EVERY = (
+    8,
+    8,
+)  # steps of a prompt that are all simulated, slots being empty; later ones of which the middle one is
 
 
 def cost(workspace: paths.Workspace, model: str, resident_ms: float, layers: int) -> dict[str, CostModel]:
@@ -44,6 +48,18 @@ def _fetch(single: pd.DataFrame, wire: str) -> TransferModel:
     return TransferModel.fit(part["config.bytes"].astype(float), part["median"])
 
 
+def picked(prompt: np.ndarray) -> dict[int, int]:
+    """Rows that are simulated, and how many recorded steps each stands for."""
+    found = {}
+    for number in np.unique(prompt):
+        mine = np.flatnonzero(prompt == number).tolist()
+        found |= dict.fromkeys(mine[:FIRST], 1)
+        for begin in range(FIRST, len(mine), EVERY):
+            some = mine[begin : begin + EVERY]
+            found[some[len(some) // 2]] = len(some)
+    return found
+
+
 def rows(
     drive: Recorded,
     cases: Sequence[Case],
@@ -57,12 +73,13 @@ def rows(
     Args:
         coded_bytes: dict(gate_up, down), of an encoded expert.
     """
+    weights = picked(drive.prompt.numpy())
     plain = [case for case in cases if not (case.predictor or case.warm) and case.slots < drive.E]
     sampled = steps.Steps(
         drive.routes.numpy(),
         drive.prompt.numpy(),
         drive.E,
-        range(EVERY // 2, len(drive.routes), EVERY),
+        list(weights),
         {},
         streams.OLMOE.component_bytes,
     )
@@ -71,6 +88,6 @@ def rows(
     for case in plain:
         one = steps.Case(case.schedule, case.slots, coded=case.wire == "coded")
         found = sampled.simulate([one], costs[case.wire])
-        series = found.set_index(["prompt", "row"]).ms
+        series = found.loc[found.index.repeat(found.row.map(weights))].set_index(["prompt", "row"]).ms
         out.append(row(case, case.name, "simulated_step_ms", "ms", "simulated", series, resamples, seed))
     return out
