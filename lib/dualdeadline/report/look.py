@@ -53,6 +53,11 @@ LOOKS = {
     "eager": ("transformers eager", GREY, SOLID),
     "batched_mm": ("transformers batched_mm", BLUE, SOLID),
     "torch_grouped_mm": ("torch grouped product", PURPLE, SOLID),
+    "next_token": ("next token", PURPLE, SOLID),
+    "scattered,_serial": ("nine tensors, serial", GREY, SOLID),
+    "scattered,_parallel": ("nine tensors, parallel", GREY, DASHED),
+    "record,_raw": ("one record", BLUE, SOLID),
+    "record,_encoded": ("one record, encoded", VERMILLION, SOLID),
     "grouped_mm": ("transformers grouped_mm", GREEN, SOLID),
 }
 

@@ -1,0 +1,254 @@
+"""Tables, figures and text about tiers below host memory: layouts, reads ahead, a remote worker, where time goes."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+from matplotlib import pyplot as plt
+
+from dualdeadline import paths, record
+from dualdeadline.attribution import PARTS
+from dualdeadline.report import look, text
+from dualdeadline.report.figures import curves, title
+from dualdeadline.report.replay import COLD
+from dualdeadline.report.tables import Subject, Table, conditions
+
+STAGE, SCATTERED, RECORD = "10_tiers", "scattered, serial", "record, raw"
+SLOTS, DEPTHS, BUDGET = (16, 32, 48), (1, 2, 3), 8
+
+
+def published() -> dict:
+    """The second study's figures."""
+    return json.loads((paths.MANIFESTS / "published_tiers.json").read_text(encoding="utf-8"))
+
+
+def every(workspace: paths.Workspace, model: str) -> pd.DataFrame:
+    """Rows of all machines: a disk is a machine's own, so that none stands for another."""
+    rows = record.visible(workspace, STAGE)
+    return record.spread(rows[rows.model == model].reset_index(drop=True))
+
+
+def of(rows: pd.DataFrame, *metrics: str) -> pd.DataFrame:
+    """Rows of some metrics, ordered by machine."""
+    return rows[rows.metric.isin(metrics)].sort_values("machine", kind="stable")
+
+
+def replayed(workspace: paths.Workspace, model: str, corpus: str) -> pd.DataFrame:
+    """Hit rates and recall as notebooks 04 and 05 recorded them, beside the second study's."""
+    said, test = published(), {"corpus": corpus, "split": "test"}
+    hits = _fixed(record.read(workspace, "05_replay", model), "hit_rate", {**COLD, **test, "order": "token"})
+    found = _fixed(record.read(workspace, "04_evaluation", model), "recall", {**test, "budget": BUDGET})
+    lines = [
+        (f"hit rate, {look.label(name)}", f"{count} slots", _value(hits, name, "slots", count), theirs.get(str(count)))
+        for name in ("lru", "lfu", "belady")
+        for theirs in [said["hit_rate"].get(name, {})]
+        for count in SLOTS
+    ]
+    lines += [
+        (
+            f"recall@8, {look.label(name)}",
+            f"depth {depth}",
+            _value(found, name, "horizon", depth),
+            theirs.get(str(depth)),
+        )
+        for name in ("transition", "probe", "gate_ahead", "residual_gate")
+        for theirs in [said["recall_at_8"].get(name, {})]
+        for depth in DEPTHS
+    ]
+    frame = pd.DataFrame(lines, columns=["what", "at", "here", "published"])
+    return frame.set_index(["what", "at"]).unstack("at").dropna(axis=1, how="all")
+
+
+def _fixed(rows: pd.DataFrame, metric: str, fixed: dict) -> pd.DataFrame:
+    rows = rows[rows.metric == metric] if len(rows) else rows
+    for key, value in fixed.items():
+        rows = rows[rows[f"config.{key}"] == value] if len(rows) else rows
+    return rows
+
+
+def _value(rows: pd.DataFrame, variant: str, key: str, wanted: int) -> float:
+    part = rows[(rows.variant == variant) & (rows[f"config.{key}"] == wanted)] if len(rows) else rows
+    return float(part["median"].iloc[0]) if len(part) else float("nan")
+
+
+def reads(rows: pd.DataFrame) -> pd.DataFrame:
+    """GB/s of direct reads by size (KiB) and reads in flight."""
+    part = of(rows, "read_gbps")
+    part = part.assign(kib=part["config.size_bytes"].astype(float) / 1024, depth=part["config.depth"].astype(int))
+    return part.pivot_table(index=["machine", "kib"], columns="depth", values="median").rename_axis(
+        index=["machine", "KiB"]
+    )
+
+
+def layouts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds and GB/s per cold expert by layout, and what kept the page cache out."""
+    columns = {"expert_ms": "ms", "expert_gbps": "GB/s of weights", "expert_disk_gbps": "GB/s read"}
+    part = of(rows, *columns)
+    frame = part.pivot_table(
+        index=["machine", "config.expert", "variant"], columns="metric", values="median", sort=False
+    )
+    cache = part.drop_duplicates(["machine", "variant"]).set_index(["machine", "config.expert", "variant"])[
+        "config.cache"
+    ]
+    frame = frame[list(columns)].rename(columns=columns).assign(cache=cache.str.split(";").str[:2].str.join(";"))
+    return frame.rename_axis(index=["machine", "expert", "layout"])
+
+
+def installs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds to install an expert that lies in host memory, over one contiguous copy of as many bytes."""
+    part = of(rows, "install_ms", "install_ratio")
+    frame = part.pivot_table(
+        index=["machine", "config.expert", "variant"], columns="metric", values="median", sort=False
+    )
+    names = {"install_ms": "ms", "install_ratio": "over one copy"}
+    return frame[list(names)].rename(columns=names).rename_axis(index=["machine", "expert", "way"])
+
+
+def cold(rows: pd.DataFrame) -> pd.DataFrame:
+    """Cold decode by layout and slots: tokens/s of the tier alone, share of the disk's rate, times scattered."""
+    columns = {
+        "cold_tokens_per_s": "tokens/s",
+        "cold_misses": "misses",
+        "cold_disk_gbps": "disk, GB/s",
+        "cold_disk_share": "share of the disk",
+        "cold_speedup": "times scattered",
+    }
+    part = of(rows, *columns)
+    part = part.assign(slots=part["config.slots"].astype(int))
+    frame = part.pivot_table(index=["machine", "slots", "variant"], columns="metric", values="median", sort=False)
+    return (
+        frame[list(columns)]
+        .rename(columns=columns)
+        .rename_axis(index=["machine", "slots", "layout"])
+        .sort_index(level=[0, 1])
+    )
+
+
+def draw_cold(rows: pd.DataFrame):
+    """Tokens/s by slots, a panel per machine and a line per layout; the figure."""
+    part = of(rows, "cold_tokens_per_s")
+    part = part.assign(**{"config.slots": part["config.slots"].astype(int), "low": float("nan")})
+    machines = sorted(set(part.machine))
+    fig, axes = plt.subplots(1, len(machines), figsize=(3.6 * len(machines) + 0.8, 3.0), squeeze=False)
+    for name, ax in zip(machines, axes[0], strict=True):
+        here = part[part.machine == name]
+        curves(here, "config.slots", ax)
+        ax.set(xlabel="slots per layer (of 64)", ylabel="tokens/s, the tier alone", ylim=(0, None))
+        ax.set_title(title(here, f"Cold decode, {name}, {', '.join(sorted(set(here['config.expert'])))}"), fontsize=8)
+    axes[0, 0].legend()
+    return fig
+
+
+def settings(rows: pd.DataFrame, *splits: str) -> pd.DataFrame:
+    """Reads ahead by setting: ms per token, ratio to demand with interval, and what the accounting says of it."""
+    keys = ["machine", "config.pause_ms", "config.slots", "variant", "config.ahead", "config.rule"]
+    part = of(rows, "tier_ms")
+    part = part[part["config.split"].isin(splits)].set_index(keys)
+    frame = pd.DataFrame({"ms": part["median"]})
+    for name in ("time_ratio", "hit_rate", "lead_ms", "read_ms", "useful", "wasted", "late", "bound_ms"):
+        found = of(rows, f"tier_{name}")
+        found = found[found["config.split"].isin(splits)].set_index(keys)
+        frame[name] = found["median"]
+        if name == "time_ratio":
+            frame[["low", "high"]] = found[["low", "high"]]
+    frame.loc[frame.time_ratio.isna(), ["time_ratio", "lead_ms"]] = [1.0, float("nan")]
+    return frame.rename_axis(index=["machine", "pause_ms", "slots", "setting", "ahead", "rule"]).sort_index(
+        level=[0, 1, 2]
+    )
+
+
+def border(rows: pd.DataFrame) -> pd.DataFrame:
+    """Settings that read ahead: over = d x layer time over fetch time, in_time whether that reaches 1."""
+    splits = sorted(set(of(rows, "tier_ms")["config.split"]))
+    frame = pd.concat([settings(rows, split).assign(split=split) for split in splits])
+    frame = frame[frame.lead_ms.notna()].reset_index()
+    return frame.assign(over=frame.lead_ms / frame.read_ms, in_time=frame.lead_ms >= frame.read_ms)
+
+
+def draw_border(rows: pd.DataFrame, axes) -> None:
+    """Left: d x layer time against fetch time, with the border between enough and too little. Right: what it gave."""
+    found = border(rows)
+    for name, part in found.groupby("setting"):
+        axes[0].plot(part.read_ms, part.lead_ms, ".", color=look.colour(name), label=look.label(name))
+        axes[1].plot(part.over, part.time_ratio, ".", color=look.colour(name))
+    most = max(found.read_ms.max(), 1.0)
+    axes[0].plot([0, most], [0, most], color=look.BLACK, lw=0.8, label="border: equal")
+    axes[0].set(xlabel="time of a read, ms", ylabel="depth x layer time, ms")
+    axes[1].axvline(1.0, color=look.BLACK, lw=0.8)
+    axes[1].axhline(1.0, color=look.GREY, lw=0.8, linestyle=look.DASHED)
+    axes[1].set(xlabel="depth x layer time over time of a read", ylabel="ms per token, over demand", xscale="log")
+
+
+def engine(rows: pd.DataFrame) -> pd.DataFrame:
+    """Whole steps of the engine over an SSD, beside host memory."""
+    columns = {
+        "engine_ms": "ms per token",
+        "engine_tokens_per_s": "tokens/s",
+        "engine_hit_rate": "hits in slots",
+        "engine_reads": "reads",
+        "engine_ssd_bytes": "bytes read",
+    }
+    part = of(rows, *columns)
+    frame = part.pivot_table(index=["machine", "variant"], columns="metric", values="median", sort=False)
+    return frame[list(columns)].rename(columns=columns).rename_axis(index=["machine", "experts in"])
+
+
+def remote(rows: pd.DataFrame) -> pd.DataFrame:
+    """Round trips by link and rows, part by part, beside the ping and the second study's."""
+    part = of(rows, "remote_ms", "ping_ms")
+    part = part.assign(rows_=part["config.rows"].astype(int), link=part["config.link"])
+    wide = part[part.rows_ > 0].pivot_table(
+        index=["machine", "link", "rows_"], columns="variant", values="median", sort=False
+    )
+    ping = part[part.metric == "ping_ms"].set_index(["machine", "link"])["median"]
+    wide["ping"] = [ping.get(key[:2], float("nan")) for key in wide.index]
+    said = published()["remote_ms"]
+    wide["published"] = [said.get(str(key[2]), float("nan")) for key in wide.index]
+    first = ["round trip", "ping", "published"]
+    return wide[first + [name for name in wide.columns if name not in first]].rename_axis(
+        index=["machine", "link", "rows"]
+    )
+
+
+def parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds of a step by part, the step, and their sum over the step; a line per configuration."""
+    part = of(rows, "part_ms")
+    wide = part.pivot_table(index=["machine", "variant"], columns="config.part", values="median", sort=False)
+    wide = wide[[name for name in (*PARTS, "step") if name in wide]]
+    return wide.assign(sum=wide[list(PARTS)].sum(axis=1) / wide.step).rename_axis(
+        index=["machine", "case"], columns=None
+    )
+
+
+def draw_parts(rows: pd.DataFrame, ax) -> None:
+    """A stacked bar per configuration: shares of its step, and the milliseconds."""
+    frame = parts(rows)
+    left = pd.Series(0.0, frame.index)
+    places = range(len(frame))[::-1]
+    shades = (look.SKY, look.BLUE, look.GREEN, look.VERMILLION, look.ORANGE, look.WINE, look.PURPLE, look.OLIVE)
+    for name, shade in zip(PARTS, (*shades, look.SILVER, look.GREY), strict=True):
+        share = frame[name] / frame.step
+        ax.barh(places, share, left=left, color=shade, label=name)
+        left += share
+    ax.set_yticks(places, [f"{case}\n{machine}, {ms:.3g} ms" for (machine, case), ms in frame.step.items()], fontsize=6)
+    ax.axvline(1.0, color=look.BLACK, lw=0.8)
+    ax.set(xlabel="share of the step, measured by another clock")
+
+
+def cold_decode(about: Subject) -> Table:
+    """Cold decode steps by layout, every machine that measured them."""
+    rows = of(every(about.workspace, about.model), "cold_tokens_per_s", "cold_disk_share", "cold_speedup")
+    frame = cold(
+        of(every(about.workspace, about.model), *[name for name in set(rows.metric)], "cold_misses", "cold_disk_gbps")
+    )
+    shown = frame.reset_index().drop(columns=["disk, GB/s"])
+    digits = {"tokens/s": 1, "misses": 0, "share of the disk": 2, "times scattered": 2}
+    for name, places in digits.items():
+        shown[name] = [text.value(value, digits=places) for value in shown[name]]
+    caption = (
+        "Decode steps whose misses find the disk cold, under recorded routes: tokens per second of the tier alone (no "
+        "attention, no products), misses per token, share of the rate of plain direct reads, and speed over nine "
+        f"scattered tensors read one by one. {conditions(rows)} tokens."
+    )
+    return Table("cold_decode", caption, shown.astype({"slots": str}), rows, wide=True, align="lrlrrrr")

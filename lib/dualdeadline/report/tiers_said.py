@@ -1,0 +1,135 @@
+"""Sentences about tiers below host memory, made from their tables."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dualdeadline.report import look, text, tiers
+from dualdeadline.report.tiers import RECORD, SCATTERED, border, of, settings
+
+GAIN = 0.9  # of demand's time: what a setting is to stay below
+SHARE, TIMES, INSTALL = 0.9, 4.0, 1.05  # share of the disk's rate, times the scattered layout, over one copy
+
+
+def sides(rows: pd.DataFrame) -> str:
+    """How the condition told settings apart, in a sentence."""
+    found = border(rows)
+    early, late = found[found.in_time], found[~found.in_time]
+    hits, speed = (tiers.published()["prefetch"][name] for name in ("hit_rate", "tokens_per_s"))
+    faster = [int((part.time_ratio < 1).sum()) for part in (early, late)]
+    return (
+        f"Of {len(early)} settings whose reads had time to arrive {faster[0]} were faster than demand, of {len(late)} whose "
+        f"reads came too late {faster[1]}. Published: reads one layer ahead, too late, took the hit rate from {hits[0]:g} "
+        f"to {hits[1]:g} and tokens/s from {speed[0]:g} to {speed[1]:g}."
+    )
+
+
+def prefetch_verdict(rows: pd.DataFrame, slots: int = 16) -> str:
+    """Whether a setting beats demand by 10 % at so many slots, and what the accounting allows, by pause."""
+    found, out = settings(rows, "test").reset_index(), []
+    for (machine, pause), part in found[found.slots == slots].groupby(["machine", "pause_ms"]):
+        demand, ahead = part[part.lead_ms.isna()].iloc[0], part[part.lead_ms.notna()].iloc[0]
+        ratio = text.value(ahead.time_ratio, ahead.low, ahead.high)
+        word = "at least 10 % faster" if ahead.high < GAIN else "not 10 % faster"
+        out.append(
+            f"With {pause:g} ms of other work per layer, {look.label(ahead.setting)}, {ahead.ahead:.0f} ahead, takes "
+            f"{ratio} of demand's time ({machine}): **{word}**; nothing that reads the same bytes could take less than "
+            f"{demand.bound_ms / demand.ms:.2f} of it ({demand.bound_ms:.1f} of {demand.ms:.1f} ms)"
+        )
+    return "; ".join(out) + "." if out else "Reads ahead have not been measured."
+
+
+def missing_links(rows: pd.DataFrame) -> str:
+    """Links that could not be made, with the reason."""
+    part = of(rows, "remote_ms")
+    part = part[part["median"].isna()]
+    return (
+        "; ".join(f"{row['config.link']}: {row['config.why']}" for _, row in part.iterrows()) or "all links were made"
+    )
+
+
+def peers(rows: pd.DataFrame) -> str:
+    """Copies from another GPU's memory in a sentence, or that there are none."""
+    part = of(rows, "peer_copy_gbps")
+    part = part[part.variant == "behind"] if len(part) else part
+    if not len(part):
+        return "No copy between two GPUs is recorded; needed: this notebook run on a host with two GPUs."
+    said = ", ".join(f"{row['config.size_mib']:g} MiB {row['median']:.0f} GB/s" for _, row in part.iterrows())
+    return f"From another GPU's memory, one copy behind another: {said} ({', '.join(sorted(set(part.machine)))})."
+
+
+def cold_answer(rows: pd.DataFrame) -> str:
+    """How the record layout does against the disk's rate and the scattered layout, a sentence per machine."""
+    frame, out = tiers.cold(rows), []
+    for machine, part in frame.groupby(level="machine"):
+        mine = part.xs(RECORD, level="layout")
+        share, times = mine["share of the disk"], mine["times scattered"]
+        enough = [f"{int((part >= aim).sum())} of {len(part)}" for part, aim in ((share, SHARE), (times, TIMES))]
+        out.append(
+            f"On {machine} one record per expert reaches {share.min():.2f} to {share.max():.2f} of the rate of plain "
+            f"direct reads ({enough[0]} slot counts at {SHARE:g} or more) and is {times.min():.1f} to {times.max():.1f} "
+            f"times as fast as scattered tensors read one by one ({enough[1]} at {TIMES:g} or more)"
+        )
+    theirs = tiers.published()["tokens_per_s"]
+    said = ", ".join(
+        f"{name} {low:g}" + (f" to {high:g}" if high > low else "") for name, (low, high) in theirs.items()
+    )
+    return ". ".join(out) + f". Published, in tokens/s of whole steps: {said}."
+
+
+def targets(rows: pd.DataFrame) -> pd.DataFrame:
+    """What was aimed at and what came out, by machine: the record layout on the cold disk at the fewest slots, the
+    install of a record, and reads ahead at 16 slots."""
+    lines, found = [], tiers.cold(rows).xs(RECORD, level="layout").reset_index("slots")
+    for machine, part in found.groupby(level="machine"):
+        least = part[part.slots == part.slots.min()].iloc[0]
+        where = f"record, {least.slots:.0f} slots, cold"
+        lines.append((machine, f"{where}: share of the disk's rate", f"at least {SHARE:g}", least["share of the disk"]))
+        lines.append((machine, f"{where}: times scattered", f"at least {TIMES:g}", least["times scattered"]))
+    for (machine, _, way), value in tiers.installs(rows)["over one copy"].items():
+        if way.startswith("record"):
+            lines.append((machine, "install, over one contiguous copy", f"at most {INSTALL:g}", value))
+    found = settings(rows, "test").reset_index()
+    for _, row in found[(found.slots == found.slots.min()) & found.lead_ms.notna()].iterrows():
+        said = f"reads ahead, {row.slots:.0f} slots, {row.pause_ms:g} ms of other work per layer: over demand"
+        lines.append((row.machine, said, f"at most {GAIN:g}", row.time_ratio))
+    frame = pd.DataFrame(lines, columns=["machine", "target", "needed", "measured"])
+    bound, least = frame.needed.str.split().str[-1].astype(float), frame.needed.str.startswith("at least")
+    met = (frame.measured >= bound).where(least, frame.measured <= bound)
+    return frame.assign(met=met.map({True: "yes", False: "no"})).set_index(["machine", "target"])
+
+
+def remote_answer(rows: pd.DataFrame) -> str:
+    """Of what a round trip over loopback is made."""
+    frame, out = tiers.remote(rows), []
+    for (machine, link, count), row in frame.iterrows():
+        if link == "loopback":
+            share = row["compute"] / row["round trip"]
+            out.append(f"{count} rows {row['round trip']:.1f} ms, {share:.0%} of it products ({machine})")
+    ping = tiers.published()["ping_ms"]
+    return (
+        f"Over loopback a request takes {'; '.join(out)}. The second study's stands in the table, over a ping of "
+        f"{ping[0]:g} to {ping[1]:g} ms: another machine and smaller experts, so that forms compare, not milliseconds."
+    )
+
+
+def parts_answer(rows: pd.DataFrame) -> str:
+    """The largest part of each configuration's step."""
+    frame = tiers.parts(rows)
+    share = frame[list(tiers.PARTS)].div(frame.step, axis=0)
+    said = [
+        f"{case} ({machine}) {share.loc[machine, case].max():.0%} {share.loc[machine, case].idxmax()}"
+        for machine, case in frame.index
+    ]
+    return f"Largest part of a step: {'; '.join(said)}."
+
+
+def answer(rows: pd.DataFrame) -> str:
+    """The stage's result in Markdown."""
+    met = targets(rows).met
+    missed = [f"{target} ({machine})" for (machine, target), word in met.items() if word == "no"]
+    return (
+        f"{int((met == 'yes').sum())} of {len(met)} targets are met"
+        + (f"; not met: {'; '.join(missed)}" if missed else "")
+        + f". {prefetch_verdict(rows)} {parts_answer(rows)}"
+    )

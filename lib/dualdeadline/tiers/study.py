@@ -1,0 +1,151 @@
+"""The runs of notebook 10 as parts (name, record rows), each recorded when it is done; `guesses` is in ahead.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dualdeadline import attribution, energy, predictors, selection
+from dualdeadline.decode import study as decode
+from dualdeadline.decode.cases import Case, guess
+from dualdeadline.decode.recorded import Recorded
+from dualdeadline.engine import offload
+from dualdeadline.engine.next_token import NextToken
+from dualdeadline.remote import peer
+from dualdeadline.remote import study as remote_study
+from dualdeadline.store.options import SsdOptions
+from dualdeadline.streams import OLMOE, Shape
+from dualdeadline.tiers import ssd, ssd_files, ssd_replay
+from dualdeadline.tiers.ssd_rows import rows
+from dualdeadline.traces import TraceStore
+
+Parts = Iterator[tuple[str, list[dict]]]
+NEAR = {"namespaces, 1 Gbit/s": (0.0, 1000.0), "namespaces, 0.5 ms each way": (0.5, 0.0)}
+COLD = {"mean_ms": "ms", "tokens_per_s": "tokens/s", "misses": "experts", "bytes": "bytes", "disk_gbps": "GB/s"}
+COLD |= {"disk_share": "share", "speedup": "ratio"}
+
+
+def device() -> str:
+    """Where slots lie: the GPU if torch sees one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def files(folder: Path, expert: Sequence[int], mib: int, seed: int) -> ssd_files.Files:
+    """Files of random experts: of OLMoE's size where slots are on a GPU, else (H, F)."""
+    H, F = expert
+    shape = OLMOE if device() == "cuda" else Shape(f"{H}x{F}", H, F, OLMOE.E)
+    return ssd_files.prepare(folder, shape, mib << 20, seed)
+
+
+def disk(
+    made: ssd_files.Files, sizes_kib: Sequence[int], depths: Sequence[int], mib: int, repeats: int, seed: int
+) -> Parts:
+    """Reads by size and depth, layouts of an expert, and installs."""
+    sizes = [size << 10 for size in sizes_kib] + [made.raw.largest]
+    found = ssd.sweep(made.raw.path, sizes, depths, mib << 20, seed)
+    yield "reads", rows(found.assign(what="direct reads"), "read", "what", {"gbps": "GB/s"})
+    about = dict(expert=made.shape.name, experts=made.count)
+    found = ssd.layouts(made, device(), repeats=repeats, seed=seed).assign(**about)
+    yield "layouts", rows(found, "expert", "layout", {"gbps": "GB/s", "disk_gbps": "GB/s"})
+    found = ssd.install(made, device(), seed=seed).assign(**about)
+    yield "installs", rows(found, "install", "variant", {"ratio": "ratio"})
+
+
+def cold(made: ssd_files.Files, drive: Recorded, slots: Sequence[int], warm: int, tokens: int, seed: int) -> Parts:
+    """Decode steps that find the disk cold, by layout, under recorded routes."""
+    found = ssd_replay.decode(made, drive.routes[: warm + tokens], drive.E, slots, device(), warm, seed=seed)
+    yield "cold", rows(found.assign(expert=made.shape.name), "cold", "layout", COLD)
+
+
+def stepper(net: nn.Module, ids: Tensor):
+    """A decode step: one token of `ids` [N] after another, each behind nothing."""
+    turn = itertools.cycle(ids.tolist())
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        return net(torch.tensor([[next(turn)]], device=net.device)).logits
+
+    return step
+
+
+def hosted(net: nn.Module, ids: Tensor, folder: Path, slots: int, steps: int) -> Parts:
+    """Steps that the host drives, in parts, and their joules: experts in host memory and on an SSD.
+
+    Args:
+        ids: int [N], tokens of some text. folder: of the records, made if they are not there.
+    """
+    options = dict(slots=slots, kernels="torch", wire="raw", backend="cpu" if net.device.type == "cpu" else "streams")
+    tiers = {"host memory": {}, "SSD": dict(tier="ssd", ssd_path=folder)}
+    tiers["SSD, half in host memory, guesses"] = tiers["SSD"] | {"ssd": SsdOptions(host_slots=32, ahead=1)}
+    for name, how in tiers.items():
+        offload(net, predictor=None, **options, **how)
+        try:
+            found = attribution.host(net, stepper(net, ids), steps, name)
+            joules = energy.per_token(stepper(net, ids), 1, energy.STEP_S, energy.STEP_S)
+        finally:
+            net.dualdeadline.remove()
+        about = {"slots": slots, "way": "launched by the host"}
+        yield f"attribution, {name}", attribution.records(found, about)
+        yield f"energy, {name}", energy.records(joules, name, about)
+
+
+def fitted(workspace, corpus: str, seed: int) -> dict[str, object]:
+    """What guesses for host slots in `exact`, where notebook 03 has fitted it: one layer ahead, and a whole token."""
+    folder = workspace.traces / corpus
+    if not folder.exists():
+        return {}
+    store = TraceStore(folder)
+    fits = selection.read_index(workspace)
+    fits = fits[(fits.seed == seed) & (fits.source == "") & (fits.horizon == 1)].set_index("label").folder
+    ahead = predictors.load(workspace.scores / fits["residual_gate"], store.routers)
+    return {"residual_gate": ahead, "next_token": NextToken.fit(store.split("train", tensors=("routes",)))}
+
+
+def exact(net: nn.Module, ids: Tensor, folder: Path, slots: int, new_tokens: int, guessing: Mapping) -> Parts:
+    """Whole decode steps of the engine over an SSD, with every logit compared with the resident run's.
+
+    Args:
+        ids: int [1,N]. folder: as in `hosted`. guessing: what guesses for the host slots, by name.
+
+    Raises:
+        AssertionError: a bit differs.
+    """
+    settings = {"SSD": {}}
+    for name, predictor in guessing.items():
+        settings[f"SSD, half in host memory, {name}"] = dict(host_slots=32, ahead=1, predictor=predictor)
+    options = dict(kernels="torch", wire="raw", backend="cpu" if net.device.type == "cpu" else "streams")
+    found = ssd_replay.engine(net, ids, folder, settings, slots, new_tokens, predictor=None, **options)
+    wrong = found.setting[~found.equal].tolist()
+    assert not wrong, f"settings whose bits differ from the resident run: {wrong}"
+    units = {"tokens_per_s": "tokens/s", "hit_rate": "share", "reads": "reads", "ssd_bytes": "bytes"}
+    yield "engine", rows(found.assign(slots=slots), "engine", "setting", units)
+
+
+def remote(row_counts: Sequence[int], samples: int, seed: int) -> Parts:
+    """Round trips to a worker over loopback, a relay that delays, and namespaces."""
+    sizes = {"olmoe": remote_study.SIZES["olmoe"]}
+    found = remote_study.round_trips(sizes, row_counts, samples=samples, links=NEAR, seed=seed)
+    yield "remote", remote_study.records(found)
+
+
+def captured(drive: Recorded, chosen: Sequence, seed: int, compile: bool, steps: int, **sizes) -> Parts:
+    """Steps in CUDA graphs, in parts, from a trace: everything resident, and encoded without and with guesses.
+
+    Args:
+        chosen: slots, predictor, gate/up and down components ahead, least probability. sizes: as `decode.build`.
+    """
+    base = Case(chosen[0])
+    cases = [Case(drive.E, "raw"), base, guess(base, *chosen[1:])]
+    group = decode.build(drive, cases, seed, compile, **sizes)
+    found = attribution.variants(group, drive.spans[0].start, steps)
+    yield "attribution, graphs", attribution.records(found, {"way": "one CUDA graph", "compiled": compile})
+
+
+def peers(samples: int, seed: int) -> Parts:
+    """Another GPU's memory; nothing where there are fewer than two."""
+    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        yield "peer", peer.records(peer.copies(samples=samples, seed=seed))
