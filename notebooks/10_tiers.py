@@ -222,11 +222,11 @@ Markdown(said.remote_answer(rows))
 # add up to the step, by a clock of its own, within 3 %.
 
 # %%
-if "attribution" in measure:
-    overlap.record_parts("10_tiers", model, workspace, study.hosted(net, ids, folder, hosted_slots, hosted_steps))
 if "attribution" in measure and gpu:
     found = study.captured(drive, captured, seed, compile, captured_steps, **sizes)
     overlap.record_parts("10_tiers", model, workspace, found)
+if "attribution" in measure:
+    overlap.record_parts("10_tiers", model, workspace, study.hosted(net, ids, folder, hosted_slots, hosted_steps))
 rows = shown.every(workspace, model)
 
 # %% tags=["table"]
