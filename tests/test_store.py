@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_engine import build, run, same, text
 
 from dualdeadline import engine, models, wire
-from dualdeadline.engine import loading, surgery
+from dualdeadline.engine import handle, loading, surgery
 from dualdeadline.engine.lanes import CallerLanes
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import pages, probe, sources, tier
@@ -623,9 +623,10 @@ def test_exclusive_host_slots_hold_what_slots_gave_up(model, folder):
 
 
 @pytest.mark.parametrize("ssd", [{}, {"host_slots": 2, "exclusive": True}], ids=str)
-def test_a_guess_that_is_still_being_read_does_not_overwrite_who_took_its_slot(model, folder, ssd):
+def test_a_guess_that_is_still_being_read_does_not_overwrite_who_took_its_slot(model, folder, ssd, monkeypatch):
     """Guesses that the router hardly follows, read slowly into slots that it takes for others."""
 
+    monkeypatch.setattr(handle, "BREAK_EVEN", 0.0)  # the live control would stop such guesses
     def wrong(number, hidden, ids):
         return torch.zeros(len(hidden), 8).scatter_(1, (ids[:, :1].long() + number + 3) % 8, 1.0)
 
@@ -939,3 +940,13 @@ def test_the_rule_keeps_guesses_back_while_reads_take_longer(model, folder):
     if store.tier.find(1, 7) is None and store.tier.free[1]:
         store.ahead(1, *guess, 0.5, set())
         assert store.counts["ahead"] == before.get("ahead", 0) + 1
+
+
+@pytest.mark.parametrize("size", (0, 1, 4096, 5000))
+def test_a_storage_begins_where_its_tensor_does(size):
+    """torch looks there to tell whether a tensor is pinned."""
+    found = pages.aligned(size)
+    assert found.shape == (size,) and not found.any()
+    assert size == 0 or found.data_ptr() == found.untyped_storage().data_ptr() and found.data_ptr() % 4096 == 0
+    found.fill_(7)
+    assert (found == 7).all()

@@ -55,10 +55,11 @@ def _unregister(registered: list[int]) -> None:
 
 
 def aligned(size: int) -> Tensor:
-    """Zeros, uint8 `[size]`, that start at a multiple of 4,096 bytes."""
-    raw = torch.zeros(size + ALIGN, dtype=torch.uint8)
-    start = -raw.data_ptr() % ALIGN
-    return raw[start : start + size]
+    """Zeros, uint8 `[size]`, that start at a multiple of 4,096 bytes, as their storage does: torch asks there whether
+    a tensor is pinned."""
+    if size == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, -(-size // ALIGN) * ALIGN), dtype=torch.uint8, count=size)
 
 
 def is_aligned(tensor: Tensor) -> bool:
