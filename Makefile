@@ -26,12 +26,14 @@ study: .venv
 	@$(STUDY) run --profile '$(PROFILE)' --only '$(ONLY)' --from '$(FROM)' --grid '$(GRID)' \
 		--scheduler '$(SCHEDULER)' $(if $(FORCE),--force)
 
-# on two cores the whole study in its smallest size runs beside all other tests; its report is printed at the end
+# two cores, two processes: the study in its smallest size and some files here, all other tests there; the first one's
+# report is printed at the end
+BESIDE := $(addprefix tests/test_,smoke.py store.py tiers.py remote.py loading.py attribution.py energy.py next_token.py)
 test: .venv
 ifeq ($(TESTS),tests)
-	@said=$$(mktemp); $(BIN)/python -m pytest tests/test_smoke.py > $$said 2>&1 & smoke=$$!; \
-	$(BIN)/python -m pytest tests --ignore=tests/test_smoke.py; rest=$$?; \
-	wait $$smoke; smoke=$$?; cat $$said; rm -f $$said; [ $$rest -eq 0 ] && [ $$smoke -eq 0 ]
+	@said=$$(mktemp); $(BIN)/python -m pytest $(BESIDE) > $$said 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
+	wait $$beside; beside=$$?; cat $$said; rm -f $$said; [ $$rest -eq 0 ] && [ $$beside -eq 0 ]
 else
 	@$(BIN)/python -m pytest $(TESTS)
 endif

@@ -216,7 +216,7 @@ def sized(tmp_path_factory):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no /proc/self/clear_refs")
 @pytest.mark.parametrize("way, wire, size", [
-    ("load", "raw", "big"), ("offload", "raw", "big"), ("offload", "coded", "middle"),
+    ("load", "raw", "big"), ("offload", "coded", "middle"),
     ("remove", "coded", "middle"),  # after `load`, whose peak counts too
 ])
 def test_host_memory_peaks_at_1_2_times_the_weights(sized, way, wire, size):
