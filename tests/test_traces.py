@@ -2,6 +2,8 @@ import contextlib
 import copy
 import errno
 import math
+import multiprocessing
+import os
 import shutil
 import time
 
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES
-from dualdeadline import models, traces
-from dualdeadline.traces import collection, sampling, store
+from dualdeadline import models, paths, traces
+from dualdeadline.traces import __main__ as command
+from dualdeadline.traces import collection, sampling, shards, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -504,7 +507,7 @@ def test_small_model_decodes_on_one_thread_and_gives_the_others_back(collect, mo
 
 
 def test_summary_records_every_store_and_layer(tiny_store, tmp_path, monkeypatch):
-    from dualdeadline import paths, record
+    from dualdeadline import record
     from dualdeadline.traces import summary
 
     monkeypatch.setattr(paths, "DATA", tmp_path)
@@ -531,3 +534,174 @@ def test_routing_shows_exactly_the_routed_experts(tiny_store):
     grid = summary.routing(trace, name, 1)
     assert grid.shape == (8, len(part)) and (~np.isnan(grid)).sum() == 2 * len(part)
     assert grid[int(part.routes[0, 1, 0]), 0] == pytest.approx(float(part.weights[0, 1, 0]))
+
+
+# several devices
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_5_moe"])
+def test_layers_on_several_devices_have_buffers_of_their_own(family, tiny_model, tiny_prompts, tmp_path, monkeypatch):
+    """The last layer's tensors count as lying elsewhere; `layer_input` of the layer arrives on the old device."""
+    model, tokenizer = tiny_model(family)
+    whole = traces.collect(model, tokenizer, tiny_prompts[:3], tmp_path / "one", 6, 3, WARM).split()
+    last = models.describe(model).layers[-1]
+    moved, made = set(), []
+
+    def elsewhere(*given):
+        moved.update(id(value) for value in given[-1] if isinstance(value, torch.Tensor))
+
+    hooks = [last.experts.register_forward_pre_hook(lambda module, given: elsewhere(given)),
+             last.router.register_forward_hook(lambda module, given, output: elsewhere(output))]
+    monkeypatch.setattr(traces.capture, "device_of", lambda tensor: id(tensor) in moved)
+    take = traces.capture.Capture.take
+
+    def watch(self):
+        take(self)
+        moved.clear()
+        made.append({field: [buffer.shape[1] for buffer in buffers] for field, buffers in self.buffers.items()})
+
+    monkeypatch.setattr(traces.capture.Capture, "take", watch)
+    monkeypatch.setattr(traces.parallel, "workers_for", lambda *_: 1)
+    split = traces.collect(model, tokenizer, tiny_prompts[:3], tmp_path / "two", 6, 3, WARM).split()
+    for hook in hooks:
+        hook.remove()
+    assert made[0] == dict.fromkeys(("routes", "weights", "router_input", "router_logits"), [2, 1]) | {"layer_input": [3]}
+    assert equal(whole, split)
+    for field in ("weights", "router_input", "router_logits", "layer_input"):
+        assert torch.equal(getattr(whole, field), getattr(split, field))
+
+
+# several processes
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in [*(folder / "prompts").iterdir(), folder / store.ROUTERS, folder / store.META]}
+
+
+@pytest.fixture
+def part(tiny_model, tiny_prompts, tmp_path, monkeypatch):
+    """`part(name, **options)`: this process's share of what the fixture `collect` does, in batches of two."""
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+
+    def run(name="parted", prompts=tiny_prompts, **options):
+        return shards.collect_part(*tiny_model("olmoe"), prompts, tmp_path / name,
+                                   **{"new_tokens": 10, "sampling": WARM, "batch_size": 2} | options)
+
+    return run
+
+
+def test_two_processes_write_what_one_writes(collect, part, tmp_path):
+    """Real processes, told apart by the environment alone, side by side."""
+    alone = collect(batch_size=2)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def work(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        try:
+            torch.set_num_threads(1)
+            found = part()
+            results.put((rank, None if found is None else len(found.prompts)))
+        except BaseException as error:
+            results.put((rank, repr(error)))
+
+    workers = [context.Process(target=work, args=(rank,)) for rank in (0, 1)]
+    for one in workers:
+        one.start()
+    told = dict(results.get(timeout=60) for _ in workers)
+    for one in workers:
+        one.join(60)
+    assert 9 in told.values() and set(told.values()) <= {9, None}
+    joined = traces.TraceStore(tmp_path / "parted")
+    assert joined.verify() == [] and files(joined.path) == files(alone.path)
+    columns = sorted(alone.index.columns)
+    assert joined.index[columns].equals(alone.index[columns]) and shards.parts(joined.path) == []
+
+
+def test_parts_are_joined_once_the_last_is_there_and_not_collected_twice(part, decoded, tiny_prompts, tmp_path):
+    assert part(rank=1, processes=3) is None and part(rank=2, processes=3) is None
+    assert [path.name for path in shards.parts(tmp_path / "parted")] == ["parted.part-1-of-3", "parted.part-2-of-3"]
+    first = sum(decoded, [])
+    assert part(rank=1, processes=3) is None and sum(decoded, []) == first  # run again: nothing to do
+    found = part(rank=0, processes=3)
+    assert len(found.prompts) == 9 and sorted(sum(decoded, [])) == sorted(prompt.id for prompt in tiny_prompts)
+    assert part(rank=0, processes=2).verify() == [] and len(sum(decoded, [])) == 9  # the store is whole: nothing to do
+    assert [prompt.id for prompt in part(rank=1, processes=2, prompts=tiny_prompts[2:7]).prompts] == [f"p{i}" for i in range(2, 7)]
+
+
+def test_killed_process_goes_on_also_with_another_number(part, decoded, tiny_prompts, tmp_path, monkeypatch):
+    true, written = collection._write, []
+
+    def write_three(run, prompt, *rest):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(prompt.id)
+        return true(run, prompt, *rest)
+
+    monkeypatch.setattr(collection, "_write", write_three)
+    with pytest.raises(KeyboardInterrupt, match=r"3 of 5 prompts are kept in .*part-0-of-2"):
+        part(rank=0, processes=2)
+    monkeypatch.setattr(collection, "_write", true)
+    decoded.clear()
+    assert part(rank=1, processes=2) is None
+    assert part(rank=0, processes=2) is not None and not set(sum(decoded, [])) & set(written)
+
+
+def test_damaged_part_is_not_joined(part, tmp_path):
+    part(rank=0, processes=2)
+    (first, *_) = sorted((shards.parts(tmp_path / "parted")[0] / "prompts").iterdir())
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=f"{first.name} was truncated or altered"):
+        assert part(rank=1, processes=2) is None
+    with pytest.warns(UserWarning, match=f"prompt {first.stem} is collected again"):
+        assert part(rank=0, processes=2).verify() == []
+
+
+def test_parts_of_other_settings_are_refused(part, tmp_path):
+    part(rank=0, processes=2)
+    with pytest.raises(ValueError, match=r"part-0-of-2 holds traces of other settings \(new_tokens was 10, now 9"):
+        part(rank=1, processes=2, new_tokens=9)
+
+
+@pytest.mark.parametrize("said", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"},
+                                  {"RANK": "-1", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_environment_that_makes_no_sense_is_refused(said):
+    with pytest.raises(ValueError, match="needed: whole numbers, 0 <= rank < size"):
+        shards.place(said)
+    assert shards.place({}) == (0, 1) and shards.place({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+
+
+def test_rank_outside_is_refused(part):
+    with pytest.raises(ValueError, match="rank is 2 and processes 2; needed: 0 <= rank < processes"):
+        part(rank=2, processes=2)
+
+
+def test_command_collects_what_the_notebook_would(tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paths, "DATA", tmp_path)
+    folder = str(tiny_checkpoint("olmoe", max_position_embeddings=2048))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["--profile", "smoke", "--model", folder, "--device", "cpu"]
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert command.main(given) == 0
+    told = capsys.readouterr().out.splitlines()
+    names = ["pilot", "replication", "ood", "pilot_greedy"]
+    assert told[:4] == [f"{name}, process 1 of 2: its part is done, another process joins them" for name in names]
+    assert told[4:] == [f"{name}, process 0 of 2: 12 prompts, whole" for name in names]
+    found = traces.TraceStore(tmp_path / "smoke" / "traces" / "pilot")
+    assert found.verify() == [] and found.meta["new_tokens"] == 12 and found.meta["sampling"]["temperature"] == 0.8
+    assert command.main([*given[:4], "--device", "auto"]) == 1
+    assert "device is 'auto' with 2 processes; needed: one process" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "7")
+    assert command.main(given) == 1 and "RANK is '7'" in capsys.readouterr().err
+
+
+def test_processes_take_one_gpu_each(monkeypatch):
+    assert command.device_for(None, 1) is None and command.device_for("cpu", 2) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command.device_for(None, 4) == "cuda:1"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="LOCAL_RANK is 2 and this host has 2 GPUs; needed: at most one process per GPU"):
+        command.device_for(None, 4)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dualdeadline import manifest, paths
+from dualdeadline import checkpoints, manifest, paths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,18 +100,22 @@ def describe(model: nn.Module) -> MoESpec:
     """Find the MoE layers of a transformers model, in order.
 
     Raises:
-        ValueError: no MoE layer, or a family that is not in `FAMILIES`.
+        ValueError: no MoE layer, a layer without the modules or weights needed, or a family that is not in
+            `FAMILIES`; each says what is missing, the last with the line to add.
     """
     modules = dict(model.named_modules())
     found = tuple(_layer(name, modules) for name in modules if name.endswith(".experts") and _is_experts(modules[name]))
     if not found:
-        raise ValueError(f"{type(model).__name__} has no MoE layer (no module named *.experts that holds stacked "
-                         f"expert weights); needed: a model of one of {', '.join(FAMILIES)}")
+        raise ValueError(_no_layers(model, modules))
+    router, experts = found[0].router, found[0].experts
+    for name in ("weight", "top_k"):
+        if getattr(router, name, None) is None:
+            raise ValueError(f"{found[0].name}: {type(router).__name__} has no {name}; needed: a router that holds "
+                             "weight [E,H] and top_k")
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES:
-        raise ValueError(f"model family is {config.model_type!r}; needed: one of {', '.join(FAMILIES)}")
+        raise ValueError(_no_entry(model, config.model_type, len(found)))
     kind, renormalised = FAMILIES[config.model_type]
-    router, experts = found[0].router, found[0].experts
     count, hidden = router.weight.shape
     return MoESpec(
         family=config.model_type, L=len(found), E=count, K=router.top_k, H=hidden,
@@ -119,6 +123,21 @@ def describe(model: nn.Module) -> MoESpec:
         renormalised=bool(config.norm_topk_prob if renormalised == "config" else renormalised),
         scaling=float(getattr(router, "routed_scaling_factor", 1.0)), layers=found,
     )
+
+
+def _no_layers(model: nn.Module, modules: dict[str, nn.Module]) -> str:
+    other = next((f" ({name} is a {type(one).__name__} without a stacked down_proj [E,H,F])"
+                  for name, one in modules.items() if name.endswith(".experts")), "")
+    return (f"{type(model).__name__} has no MoE layer: no module named *.experts holds stacked expert weights{other}; "
+            f"needed: a model of one of {', '.join(FAMILIES)}")
+
+
+def _no_entry(model: nn.Module, family: str, layers: int) -> str:
+    return (f"{type(model).__name__} is of the family {family!r}, which is not supported. Its {layers} MoE layers, "
+            "their routers and experts were found; missing is how the router scores. Needed: one entry in FAMILIES of "
+            f'lib/dualdeadline/models.py, or models.FAMILIES["{family}"] = ("softmax" or "sigmoid", True or False or '
+            '"config": whether the K weights are made to sum to one, "config" as its norm_topk_prob says); then '
+            f"dualdeadline.families checks it. Supported: {', '.join(FAMILIES)}")
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -129,7 +148,9 @@ def _layer(name: str, modules: dict[str, nn.Module]) -> MoELayer:
     block = name.rpartition(".")[0]
     router = next((modules[f"{block}.{key}"] for key in _ROUTERS if f"{block}.{key}" in modules), None)
     if router is None:
-        raise ValueError(f"{block} has experts but no router; needed: a child named {' or '.join(_ROUTERS)}")
+        children = ", ".join(name for name, _ in modules[block].named_children())
+        raise ValueError(f"{block} has experts but no router; needed: a child named {' or '.join(_ROUTERS)}, or its "
+                         f"name in _ROUTERS of lib/dualdeadline/models.py (it has {children})")
     decoder = block.rpartition(".")[0]
     norm = next((modules[f"{decoder}.{key}"] for key in _NORMS if f"{decoder}.{key}" in modules), None)
     return MoELayer(decoder, modules[decoder], router, modules[name], norm)
@@ -176,16 +197,23 @@ def entry(key: str) -> dict:
     if key in known:
         return known[key]
     if (Path(key) / "config.json").exists():
-        return {"title": Path(key).name, "path": str(Path(key).resolve()), "dtype": "float32"}
+        said = checkpoints.config(Path(key))
+        kind = next((part[name] for part in (said, said.get("text_config") or {}) for name in ("dtype", "torch_dtype")
+                     if part.get(name)), "float32")
+        return {"title": Path(key).name, "path": str(Path(key).resolve()), "dtype": kind}
     raise ValueError(f"model is {key!r}; needed: one of {', '.join(known)} (data_manifests/models.yaml), "
                      "or a folder that holds a config.json")
 
 
 def location(key: str) -> tuple[str, str | None]:
-    """Where transformers loads a model from: a folder and None, or a hub id and its revision."""
+    """Where transformers loads a model from: a folder and None, or a hub id and its revision.
+
+    A folder `downloads/models/<key>` below the data folder stands in for the hub's checkpoint.
+    """
     found = entry(key)
     if "path" not in found:
-        return found["hub"], found["revision"]
+        own = checkpoints.local(key)
+        return (found["hub"], found["revision"]) if own is None else (str(own), None)
     return str(paths.need(paths.PACKAGE / found["path"], "90_pilot_model")), None
 
 
@@ -196,19 +224,18 @@ def revision(key: str) -> str:
     """
     source, wanted = location(key)
     if wanted is None:
-        weights = sorted(Path(source).glob("*.safetensors"))
-        return manifest.sha256("".join(manifest.file_sha256(path) for path in weights))[:12]
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(source, revision=wanted)._commit_hash or wanted
+        return checkpoints.digest(Path(source))
+    if len(wanted) == 40 and set(wanted) <= set("0123456789abcdef"):
+        return wanted
+    return checkpoints.fetch(source, wanted, weights=False).name
 
 
 def tokenizer(key: str):
-    """The tokenizer of a model of `models.yaml`."""
+    """The tokenizer of a model of `models.yaml`, with the chat template beside it."""
     from transformers import AutoTokenizer
 
     source, wanted = location(key)
-    return AutoTokenizer.from_pretrained(source, revision=wanted)
+    return AutoTokenizer.from_pretrained(source if wanted is None else checkpoints.fetch(source, wanted, weights=False))
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -220,26 +247,52 @@ def encode(tokenizer, text: str) -> list[int]:
 
 
 def load(key: str, device: str | None = None, dtype: str | None = None, experts: str = "grouped_mm"):
-    """Load a model and its tokenizer for decoding.
+    """Load a model and its tokenizer for decoding; disk and memory needed are checked, and told from 1 GiB on.
 
     Args:
-        key: key of `models.yaml` or a local checkpoint folder.
-        device: default `cuda` if there is one, else `cpu`.
-        dtype: default as `models.yaml` says, e.g. `float32`.
+        key: key of `models.yaml` or a local checkpoint folder; a multimodal checkpoint gives its text model.
+        device: default `cuda` if there is one, else `cpu`. `auto`: accelerate spreads the layers over all GPUs.
+        dtype: default as `models.yaml` (of a folder, its config) says, e.g. `float32`.
         experts: transformers' experts implementation.
 
     Raises:
-        ValueError: unknown key, a model without MoE layers, or sizes other than `models.yaml` says.
+        ValueError: unknown key, missing or truncated files, too little memory, a model without MoE layers, or sizes
+            other than `models.yaml` says. OSError: a download is impossible, see `checkpoints.fetch`.
+        ImportError: `auto` without accelerate.
     """
-    from transformers import AutoModelForCausalLM
-
     source, wanted = location(key)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        checkpoints.need_accelerate()
+    folder = checkpoints.whole(Path(source)) if wanted is None else checkpoints.fetch(source, wanted)
     kind = getattr(torch, dtype or entry(key)["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(source, revision=wanted, dtype=kind).to(device).eval()
+    checkpoints.memory(source, checkpoints.weight_bytes(folder, kind), device)
+    model = _from_files(folder, kind, device)
+    if wanted is not None:
+        model.name_or_path, model.config._commit_hash = source, folder.name
     spec = describe(model).facts()
     model.set_experts_implementation(experts)
     wrong = {name: spec[name] for name in ("L", "E", "K", "H", "F") if entry(key).get(name, spec[name]) != spec[name]}
     if wrong:
         raise ValueError(f"{source} has {wrong}; needed: what data_manifests/models.yaml says of {key}")
     return model, tokenizer(key)
+
+
+def _from_files(folder: Path, dtype: torch.dtype, device: str):
+    """The causal language model of a folder, every one of its weights found there.
+
+    Raises:
+        ValueError: the files lack weights of the model, or hold some of other shapes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    spread = {"device_map": "auto"} if device == "auto" else {}
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **spread)
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in found[kind])
+    if wrong:  # transformers would fill them at random
+        raise ValueError(f"{folder} lacks {len(wrong)} weights of {type(model).__name__}: {', '.join(wrong[:3])}; "
+                         "needed: a whole checkpoint of that model")
+    if spread:
+        checkpoints.placed_on_gpus(model)
+        return model.eval()
+    return model.to(device).eval()

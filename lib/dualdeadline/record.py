@@ -25,7 +25,8 @@ FIELDS = (
     "machine versions commit dirty manifest time"
 ).split()
 GENERATED = (
-    "figures", "paper/generated", "data_manifests/records", "data_manifests/machines.yaml", "notebooks/*.ipynb"
+    "figures", "paper/generated", "data_manifests/records", "data_manifests/families.csv",
+    "data_manifests/machines.yaml", "notebooks/*.ipynb",
 )
 
 
@@ -148,10 +149,14 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     rows = rows[rank.notna()].assign(_rank=rank)
     # a GPU stage may have been measured in parts, on several machines
     one = ["model", "kind", "scope"] if stage in paths.ON_GPU else ["model", "kind"]
-    rows = rows[rows._rank == rows.groupby(one)._rank.transform("min")].drop(columns="_rank")
+    return spread(rows[rows._rank == rows.groupby(one)._rank.transform("min")].drop(columns="_rank"))
+
+
+def spread(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a records file with config and scope spread into columns `config.<key>` and `scope.<key>`."""
     for column in ("config", "scope"):
-        spread = pd.json_normalize(rows[column].map(json.loads).tolist(), max_level=0).set_axis(rows.index)
-        rows = rows.join(spread.add_prefix(f"{column}."))
+        found = pd.json_normalize(rows[column].map(json.loads).tolist(), max_level=0).set_axis(rows.index)
+        rows = rows.join(found.add_prefix(f"{column}."))
     return rows.reset_index(drop=True)
 
 

@@ -112,8 +112,8 @@ def check(routes, policy, order, prompt=None, scope="layer", experts=None):
     experts = found if experts is None else experts
     if routes.min() < 0 or found > experts:
         raise ValueError(f"routes hold ids {routes.min()} to {found - 1}; needed: 0 to {experts - 1}")
-    if experts * (routes.shape[1] if scope == "pool" else 1) >= 2**15:
-        raise ValueError(f"{experts} experts in {routes.shape[1]} layers; needed: below {2**15} in one cache")
+    if experts * (routes.shape[1] if scope == "pool" else 1) >= 2**31:
+        raise ValueError(f"{experts} experts in {routes.shape[1]} layers; needed: below {2**31} in one cache")
     if order == "token" and (np.diff(np.sort(routes, axis=2), axis=2) == 0).any():
         raise ValueError('a token names an expert twice; needed for order "token": K different ids')
     return routes, None if prompt is None else np.asarray(prompt), experts

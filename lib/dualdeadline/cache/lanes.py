@@ -12,7 +12,8 @@ class Lanes:
     """Routes as lanes that start with an empty cache and run in lock step.
 
     Attributes:
-        ids: `[S, K, R]` int16, step, rank, lane (prompt-major, then layer); `experts` where a lane has ended.
+        ids: `[S, K, R]` int16 (int32 where ids need it), step, rank, lane (prompt-major, then layer); `experts` where
+            a lane has ended.
         token: `[S, P]` row of the routes behind each step of each prompt; T where the prompt has ended.
         experts: number of expert ids, E (L*E for a pool).
     """
@@ -55,7 +56,8 @@ def spread(values: np.ndarray, token: np.ndarray, fill) -> np.ndarray:
 def lanes(routes: np.ndarray, prompt: np.ndarray | None, experts: int) -> Lanes:
     """Lanes of checked routes `[T, L, K]`."""
     token = steps(prompt, len(routes))
-    return Lanes(spread(routes.astype(np.int16), token, experts), token, experts)
+    kind = np.int16 if experts < 2**15 else np.int32
+    return Lanes(spread(routes.astype(kind), token, experts), token, experts)
 
 
 def neighbours(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

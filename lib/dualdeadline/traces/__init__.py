@@ -1,6 +1,7 @@
 """Decode traces: what a model routed at every decode step, captured at its experts modules.
 
 `collect` runs the decode loop and writes one safetensors file per prompt; `TraceStore` reads them back.
+`shards.collect_part` is one process's share of it (torchrun), `python -m dualdeadline.traces` its command.
 """
 
 from dualdeadline.traces.collection import collect

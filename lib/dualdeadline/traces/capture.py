@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from dualdeadline.models import MoESpec
@@ -9,11 +11,17 @@ from dualdeadline.models import MoESpec
 FIELDS = ("router_input", "routes", "weights", "router_logits", "layer_input")
 
 
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Which tensors may share a buffer."""
+    return tensor.device
+
+
 class Capture:
     """Context manager: while open, every decode step's routing goes into buffers [steps,L,N,...].
 
     Hooks only keep references; `take` stacks each field's L tensors at the end of a step in one call, which
-    costs a fraction of copying them one by one inside the hooks.
+    costs a fraction of copying them one by one inside the hooks. Of a model that is spread over devices every
+    field has one buffer for each run of layers whose tensors lie on the same one.
 
     Args:
         spec: the model's MoE layers.
@@ -22,7 +30,7 @@ class Capture:
 
     def __init__(self, spec: MoESpec, steps: int):
         self.spec, self.steps, self.taken = spec, steps, 0
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, list[torch.Tensor]] = {}
         self._seen: dict[str, list[torch.Tensor]] = {field: [] for field in FIELDS}
         self._handles: list = []
 
@@ -64,9 +72,11 @@ class Capture:
             if len(seen) != self.spec.L:
                 raise RuntimeError(f"a decode step gave {len(seen)} of {field}; needed: one per MoE layer "
                                    f"({self.spec.L})")
+            parts = [list(part) for _, part in itertools.groupby(seen, device_of)]
             if field not in self.buffers:
-                self.buffers[field] = seen[0].new_empty((self.steps, self.spec.L, *seen[0].shape))
-            torch.stack(seen, out=self.buffers[field][self.taken])
+                self.buffers[field] = [part[0].new_empty((self.steps, len(part), *part[0].shape)) for part in parts]
+            for buffer, part in zip(self.buffers[field], parts, strict=True):
+                torch.stack(part, out=buffer[self.taken])
             seen.clear()
         self.taken += 1
 
@@ -77,8 +87,8 @@ class Capture:
         sort (DeepSeek's `topk(sorted=False)`) are put into it, ties kept as executed.
         """
         found = {}
-        for field, buffer in self.buffers.items():
-            moved = buffer[: self.taken].cpu()
+        for field, buffers in self.buffers.items():
+            moved = torch.cat([buffer[: self.taken].cpu() for buffer in buffers], dim=1)
             width = moved.shape[-1]
             found[field] = moved.reshape(self.taken, self.spec.L, -1, width).permute(2, 0, 1, 3).contiguous()
         order = found["weights"].argsort(dim=-1, descending=True, stable=True)

@@ -123,7 +123,7 @@ class Session:
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
             **{self.cache_name: cache}, **self.extra,
         )
-        return output.logits[:, -1], getattr(output, self.cache_name)
+        return output.logits[:, -1].to(self.device), getattr(output, self.cache_name)
 
     def step(self, tokens: torch.Tensor) -> None:
         """Feed one token [N] per row; `logits` [N,V] are then those of the next."""

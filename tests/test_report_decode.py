@@ -1,0 +1,55 @@
+"""What notebook 09 says, from made-up rows whose values follow from their keys."""
+
+import made_up_records
+import pytest
+
+from dualdeadline import machine, paths, record
+from dualdeadline.report import decode
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "DATA", tmp_path_factory.mktemp("data"))
+        patch.setattr(machine, "machine_id", lambda: "made-up")
+        patch.setattr(machine, "register", lambda: "made-up")
+        patch.setattr(paths, "ON_GPU", ())
+        workspace = paths.Workspace("smoke")
+        made_up_records.decode(workspace)
+        yield record.read(workspace, decode.STAGE, made_up_records.MODEL)
+
+
+def test_warm_and_cold_slots_slow_links_and_plain_layers_stay_apart(rows):
+    cold, warm = decode.steps(rows), decode.steps(rows, warm=True)
+    assert set(cold.slots) == {16, 32, 48, 64} and set(warm.slots) == {16, 32, 48}
+    assert not cold.duplicated(["name", "slots"]).any() and not warm.duplicated(["name", "slots"]).any()
+    assert decode.resident_ms(rows) == 1.5
+
+
+def test_floors_add_the_link_to_the_resident_step(rows):
+    line = decode.floors(rows).loc[("raw, two deadlines", 32, "cold")]
+    link = 5e6 * 32 / 51.0 / 1e6
+    assert line["resident + link, ms"] == pytest.approx(1.5 + link)
+    assert line["ratio"] == pytest.approx(line["step, ms"] / (1.5 + link))
+    assert line["to the longer of both"] == pytest.approx(line["step, ms"] / max(1.5, link))
+    assert len(decode.ratios(rows, "raw")) == 6 and len(decode.ratios(rows, "coded")) == 9
+
+
+def test_the_map_has_a_line_for_each_link_and_kind_of_layer(rows):
+    found = decode.spread(rows, 16)
+    assert sorted(found.index.get_level_values("layers")) == ["compiled"] * 3 + ["plain"]
+    assert (found["coded: guesses"] > 0).all() and (found["coded: two deadlines"] == 0).all()
+    gbps = found.index.get_level_values("GB/s")
+    assert gbps[0] == pytest.approx(5e6 * 32 / (5.5 - 1.5) / 1e6)
+    assert found["raw: gate/up in windows"].iloc[0] == pytest.approx(8e6 / gbps[0] / 1e6 / (1.5 / 16))
+
+
+def test_simulated_steps_are_compared_with_measured_ones_of_the_same_case(rows):
+    found = decode.errors(rows)
+    assert len(found) == 12
+    assert found["off by, %"].iloc[0] == pytest.approx(100 * (5.0 / found["measured"].iloc[0] - 1))
+
+
+def test_without_measured_rows_the_answer_says_what_is_needed(rows):
+    assert "needed: this notebook run on a GPU" in decode.answer(rows[rows.metric == "nothing"])
+    assert "of 64 slots" in decode.answer(rows)
