@@ -28,7 +28,8 @@ study: .venv
 
 # two cores, two processes: the study in its smallest size and some files here, all other tests there; the first one's
 # report is printed at the end
-BESIDE := $(addprefix tests/test_,smoke.py store.py tiers.py remote.py loading.py attribution.py energy.py next_token.py)
+BESIDE := $(addprefix tests/test_,smoke.py store.py tiers.py remote.py loading.py attribution.py energy.py next_token.py broken.py \
+	families.py scale.py)
 test: .venv
 ifeq ($(TESTS),tests)
 	@said=$$(mktemp); $(BIN)/python -m pytest $(BESIDE) > $$said 2>&1 & beside=$$!; \

@@ -198,12 +198,13 @@ def _hooks(model: nn.Module, handle, recorder: Recorder) -> list:
         return lambda *args: recorder.cut(part)
 
     found = [model.register_forward_pre_hook(cut(None)), model.register_forward_hook(cut("other"))]
+    guesses = handle.guide is not None or getattr(handle.hosted, "below", None) is not None
     for layer in handle.spec.layers:
         found += [
             layer.decoder.register_forward_pre_hook(cut("other")),
             layer.router.register_forward_pre_hook(cut("attention")),
             layer.experts.register_forward_pre_hook(cut("router")),
-            layer.experts.register_forward_hook(cut("prediction" if handle.guide is not None else "launch gaps")),
+            layer.experts.register_forward_hook(cut("prediction" if guesses else "launch gaps")),
         ]
     return found
 

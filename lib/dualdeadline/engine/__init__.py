@@ -66,7 +66,8 @@ def offload(
         horizon: layers that "auto" looks ahead. budget: components fetched ahead per layer, (gate_up, down).
         threshold: least probability of such a guess.
         context, batch: for which `vram` has to suffice. device: default `cuda` where there is one.
-        compile: of the graph backend, also compile the model's own code around the experts.
+        compile: of the graph backend, also compile the model's own code around the experts; its kernels are tuned by
+            the clock, so that bits are equal within one offloaded model, not between two.
         pool: "layer" has `slots` for each layer, "shared" as many on average: any layer takes any (by the host).
         control: what switches guesses off and on: the "precision" of late, or also the "time" of steps with and without
             them (auto: where the host drives a GPU).

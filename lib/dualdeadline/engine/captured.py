@@ -82,15 +82,16 @@ class CapturedForward:
             or `"forward"`; also with `"compile"` and how that went.
         keep: graphs that are kept; the least recently used one is dropped.
         refuse: why a decode step of so many rows must not be captured, or None.
+        ready: called before each capture, for what the capture must not hold.
 
     A graph knows nothing of later changes to the model: call `clear()` after moving it or adding hooks.
     """
 
     def __init__(self, model, compile: bool = False, capture: bool | None = None,
                  on_path: Callable[[str, str], None] | None = None, keep: int = 4,
-                 refuse: Callable[[int], str | None] | None = None):
+                 refuse: Callable[[int], str | None] | None = None, ready: Callable[[], None] | None = None):
         self.model, self.inside, self.keep = model, False, keep
-        self._refuse = refuse or (lambda rows: None)
+        self._refuse, self._ready = refuse or (lambda rows: None), ready or (lambda: None)
         self._capture = model.device.type == "cuda" if capture is None else capture
         self._tell = on_path or (lambda name, reason: None)
         self._before, self._original = model.__dict__.get("forward"), model.forward
@@ -237,6 +238,7 @@ class CapturedForward:
         if not self._capture:
             step.replay = functools.partial(self._again, step)
             return None
+        self._ready()
         counts, graph = places.counts(), torch.cuda.CUDAGraph()
         if not any(other.replay for other in self._steps.values()):
             self._pool = torch.cuda.graph_pool_handle()  # one for all: graphs run one after the other

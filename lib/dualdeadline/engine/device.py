@@ -64,6 +64,18 @@ class DeviceDriven:
         self.admitted = None  # event: the tables hold the guesses
         self.landed: dict[int, tuple] = {}  # by layer and component, events: its guesses are in their slots
 
+    def settle(self) -> None:
+        """After a forward that did not end: wait for what it left on the streams; nothing waits for it any more."""
+        for stream in self.streams:
+            stream.synchronize()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what a forward left behind: a capture that failed has launched nothing, and its events never pass."""
+        self.forked.clear()
+        self.landed.clear()
+        self.admitted = None
+
     def capturing(self) -> bool:
         """Whether what is launched now is recorded, not run."""
         return self.cuda and torch.cuda.is_current_stream_capturing()
@@ -81,6 +93,10 @@ class DeviceDriven:
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H]; allocates from the current pool only, so a capture may hold it."""
+        if number == 0 and (
+            self.forked or self.admitted or self.landed
+        ):  # of a forward that ended before its last layer
+            self.drop() if self.capturing() else self.settle()  # a capture begins when the device has come to rest
         hidden, weights = hidden.contiguous(), weights.contiguous()
         gate_up, down = (self.banks[part][number] for part in COMPONENTS)
         if self.resident:
@@ -108,8 +124,7 @@ class DeviceDriven:
         if number == len(self.layers) - 1:
             self._join(1)
             self._join(0)
-            self.admitted = None
-            self.landed.clear()
+            self.drop()
         return out
 
     def _buffers(self, ids: Tensor):

@@ -51,7 +51,8 @@ class Guard:
 
     `.to()`, `.half()`, `share_memory()` and all else that goes through `_apply` raise, on the model and on every part
     of it that holds experts, unless they change nothing; so does `load_state_dict`. `state_dict`, and with it
-    `save_pretrained`, is whole: raw experts are the store's own memory, coded ones are decoded.
+    `save_pretrained`, is whole: raw experts are the store's own memory, coded ones are decoded,
+    those of another tier are fetched from there.
 
     Args:
         model: just offloaded. handle: its `engine.handle.Offloaded`.
@@ -78,8 +79,6 @@ class Guard:
 
     def _fill(self, number: int, module: nn.Module, state: dict, prefix: str, metadata) -> None:
         for part, name in PARAMETERS.items():
-            if not hasattr(self.store, "whole"):
-                raise RuntimeError(f"{prefix}{name} is not in this process's memory; {NEEDED}")
             state[prefix + name] = self.store.whole(part, number)
 
 

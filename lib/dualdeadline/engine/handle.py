@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import threading
@@ -60,6 +61,7 @@ class Offloaded:
         self.configs = [layer.module.config for layer in layers]  # possibly shared with other models
         self.pid = os.getpid()  # threads and CUDA do not survive a fork
         self.lock = threading.RLock()  # one layer at a time, whichever thread asks
+        self.broken = self.leaving = False  # a layer began and did not end (`_forget` is due); weights go back
         self.installed: list = []  # with a `remove`, the last one first
         self.moved: list[tuple[Tensor, torch.device]] = []  # parameters and buffers, and where they were
         self.tier = tier  # makes stores and layers of another kind than those of host memory
@@ -92,16 +94,8 @@ class Offloaded:
         if self.tier is not None:
             self.hosted = self.tier.hosted(self, lanes)
             return
-        self.hosted = Hosted(
-            self.layers,
-            self.store,
-            self.banks,
-            self.pool,
-            lanes,
-            self.options.schedule,
-            self.options.kernels,
-            self.guide,
-        )
+        chosen = self.options.schedule, self.options.kernels
+        self.hosted = Hosted(self.layers, self.store, self.banks, self.pool, lanes, *chosen, self.guide)
 
     def _lanes(self, device: torch.device):
         if self.options.timed:
@@ -147,7 +141,8 @@ class Offloaded:
             layer.module.config._experts_implementation = NAME
         self.installed.append(guard.Guard(model, self))
         if self.device is not None:
-            self.captured = CapturedForward(model, compile, on_path=self._on_path, refuse=self._refuse)
+            ready = functools.partial(self._use, "device")  # a capture cannot hold the copy of the host's tables
+            self.captured = CapturedForward(model, compile, on_path=self._on_path, refuse=self._refuse, ready=ready)
             self.installed += [self.captured, prefer_static(model, context)]
 
     def _refuse(self, rows: int) -> str | None:
@@ -172,12 +167,15 @@ class Offloaded:
         if tables == "device":
             self.device.tables.copy_(self.tables)
         else:
+            self.device.settle()  # nothing, unless a forward ended before its last layer
             self.tables.copy_(self.device.tables)
         self.newer = tables
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Output [N,H] of one layer's routed experts, as transformers' dispatch asks for it."""
         guard.same_process(self.pid)
+        if self.leaving:
+            raise RuntimeError(f"not all experts were given back, {guard.NEEDED}, again")
         guard.unchanged(self.layers[number])
         if hidden.device.type != self.options.device.type:
             raise RuntimeError(
@@ -190,31 +188,39 @@ class Offloaded:
 
     def _run(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         with torch.no_grad(), self.lock:
+            if self.broken:  # whoever interrupted the last one also interrupted what was to follow
+                self._forget()
+            self.broken = True
             try:
-                if self.device is not None and self.captured.inside:
-                    self._use("device")
-                    return self.device.layer(number, hidden, ids, weights)
-                self._use("host")
-                if self.whole and not self.tables.present(number, 0):
-                    self._fill()
-                if number == 0 and self.device is None:
-                    self.telemetry.ran(self.options.backend, self.options.fallback)
-                if number == 0:
-                    self.telemetry.tokens += len(ids)
-                host = ids.cpu()
-                self.telemetry.routes(number, host)
-                return self.hosted.layer(number, hidden, ids, weights)
+                inside = self.device is not None and self.captured.inside
+                self._use("device" if inside else "host")
+                out = (self.device.layer if inside else self._by_host)(number, hidden, ids, weights)
             except BaseException:
-                if not (self.device and self.device.capturing()):  # a capture has done nothing yet
+                self.broken = not (self.device and self.device.capturing())  # a capture has done nothing yet
+                if self.broken:
                     self._forget()
                 raise
+            self.broken = False
+            return out
+
+    def _by_host(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.whole and not self.tables.present(number, 0):
+            self._fill()
+        if number == 0 and self.device is None:
+            self.telemetry.ran(self.options.backend, self.options.fallback)
+        if number == 0:
+            self.telemetry.tokens += len(ids)
+        self.telemetry.routes(number, ids.cpu())
+        return self.hosted.layer(number, hidden, ids, weights)
 
     def _forget(self) -> None:
         """After an error nothing in the slots can be relied on: what is asked for next is fetched anew."""
         self.newer = "host"
         if self.device is not None:
             self.device.filled = False
+            self.device.settle()
         self.hosted.forget()
+        self.broken = False
 
     def stats(self) -> dict:
         """Counters since `offload`, what ran and what was chosen; see `telemetry`."""
@@ -272,16 +278,19 @@ class Offloaded:
         raise RuntimeError(f"an offloaded model cannot be copied or pickled; {guard.NEEDED}, or save_pretrained")
 
     def _uninstall(self, model: nn.Module) -> None:
-        while self.installed:
+        """Undo `offload`; where giving back fails, what is left refuses to run and this can be called again."""
+        while len(self.installed) > 1:
             self.installed[-1].remove()  # raises if somebody else's change lies on top
             self.installed.pop()
+        self.leaving = True
         if hasattr(self, "lanes"):
             self.lanes.close()
-        for layer in self.layers:
-            for name in ("_dualdeadline", "_dualdeadline_layer", "_dualdeadline_key"):
-                layer.module.__dict__.pop(name, None)
-        for layer, config in zip(self.layers, self.configs, strict=True):
-            layer.module.config = config
         for value, device in self.moved:
             value.data = value.data.to(device)
         self.store.give_back()
+        while self.installed:  # the guard: until now weights are missing
+            self.installed.pop().remove()
+        for layer, config in zip(self.layers, self.configs, strict=True):
+            for name in ("_dualdeadline", "_dualdeadline_layer", "_dualdeadline_key"):
+                layer.module.__dict__.pop(name, None)
+            layer.module.config = config

@@ -21,6 +21,7 @@ from dualdeadline.store import pinned
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SERIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError)  # what reading JSON of another form ends in
 
 
 def load(path_or_id, slots=None, vram=None, *, dtype="auto", revision=None, auto=None, **options) -> nn.Module:
@@ -76,7 +77,7 @@ class Files:
             raise ValueError(f"{self.source} has no config.json; needed: the folder of a checkpoint")
         try:
             self.config = AutoConfig.from_pretrained(self.source, revision=revision)
-        except OSError as error:
+        except (OSError, *DAMAGED) as error:
             raise ValueError(f"{self.source} is not a checkpoint ({error}); needed: a folder, or a hub's id") from error
         if getattr(self.config, "quantization_config", None):
             raise ValueError(f"{self.source} is quantised; needed: bfloat16, float16 or float32 experts")
@@ -99,11 +100,12 @@ class Files:
         if single is not None:
             return _slices(single)
         try:
-            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            names = sorted(set(where.values()))
+        except DAMAGED as error:
             raise ValueError(f"{index} is damaged ({error!r}); needed: JSON with a weight_map") from error
         found: dict[str, object] = {}
-        for name in sorted(set(where.values())):
+        for name in names:
             shard = self.find(name)
             if shard is None:
                 raise ValueError(f"{self.source} lacks {name}; needed: every file that {INDEX} names")
@@ -164,7 +166,10 @@ def _read(files: Files, skeleton: nn.Module, dtype: torch.dtype, coded: bool) ->
             said = f"{len(keys)} {name.replace('_', ' ')}: {', '.join(keys[:3])}"
             raise ValueError(f"{files.source} has {said}; needed: every tensor of {type(skeleton).__name__}")
     if model.can_generate() and files.find("generation_config.json"):
-        model.generation_config = GenerationConfig.from_pretrained(files.source, revision=files.revision)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(files.source, revision=files.revision)
+        except (OSError, *DAMAGED) as error:
+            raise ValueError(f"{files.source}: generation_config.json is damaged ({error}); needed: JSON") from error
     model.config.name_or_path = model.name_or_path = files.source
     return model.eval()
 

@@ -114,12 +114,16 @@ class Fetching:
 
     def _from_tier(self, job: Job, urgent: bool) -> bool:
         """Serve a job from the host slots, reading into one if need be; False: they cannot take all of it."""
+        if job.held is not None:  # a part of it lies there, and for the others there was no row when it was tried first
+            return False
         held = self.tier.find(job.number, job.expert)
         if held and held.failed and not held.users:
             self.tier.drop(job.number, held)
             held = None
         hit = held is not None and all(part in held.parts for part in job.into)
-        self.counts["host_hits" if hit else "host_misses"] += 1
+        if not job.counted:
+            self.counts["host_hits" if hit else "host_misses"] += 1
+            job.counted = True
         if held is None and not self.options.exclusive:
             held = self.tier.take(job.number, job.expert, self.reader, self._wanted(job.number))
         if held is None:

@@ -110,11 +110,11 @@ class HostStore:
         return wire.WireRecord(row[: wire.WireRecord(row).header["bytes"]])
 
     def give_back(self) -> None:
-        """Return every layer's weights to its module, on the device they came from."""
+        """Return every layer's weights to its module, on the device they came from; again, what is left of them."""
         self.unpin()
         for layer, device in zip(self.layers, self.devices):
             for part in COMPONENTS:
-                if layer.number < len(self.sources[part]):
+                if layer.number < len(self.sources[part]) and part in layer.places:
                     layer.give(part, self.whole(part, layer.number).to(device))
                     self.sources[part][layer.number] = torch.empty(0)  # records and weights never both of all layers
                     if self.coded:

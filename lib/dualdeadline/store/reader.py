@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -70,8 +71,12 @@ class Reader:
         self.descriptor = self._open(direct)
         self.identity = _identity(os.fstat(self.descriptor))
         self._queue: list[tuple[bool, int, Read]] = []
-        self._turn, self._news, self._closed = itertools.count(), threading.Condition(), False
-        self._running = 0
+        self._turn, self._closed = itertools.count(), False
+        # taken itself, and news by a queue: an interrupted caller of threading.Condition can keep its lock for ever, or
+        # let a later notification go astray
+        self._lock, self._news = threading.RLock(), SimpleQueue()
+        self._rest = threading.Condition(self._lock)  # notified by the reading threads only
+        self._running, self._left = 0, depth
         self._sums = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="dualdeadline-sums")
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(depth)]
         for thread in self._threads:
@@ -104,16 +109,16 @@ class Reader:
                     f"{record.parts[name].padded} at a multiple of {ALIGN}"
                 )
         found = Read(record, parts, urgent)
-        with self._news:
+        with self._lock:
             if self._closed:
                 raise RuntimeError(f"the reader of {self.file} is closed")
             heapq.heappush(self._queue, (not urgent, next(self._turn), found))
-            self._news.notify()
+        self._news.put(None)
         return found
 
     def hurry(self, read: Read) -> None:
         """A guess was right: if its read has not begun, it goes before the other guesses."""
-        with self._news:
+        with self._lock:
             if not read.urgent and any(waiting is read for _, _, waiting in self._queue):
                 read.urgent = True
                 self._queue = [(not one.urgent, turn, one) for _, turn, one in self._queue]
@@ -121,50 +126,62 @@ class Reader:
 
     def cancel(self, read: Read) -> bool:
         """Whether a read had not begun and now never will."""
-        with self._news:
-            left = [entry for entry in self._queue if entry[2] is not read]
-            found = len(left) < len(self._queue)
-            self._queue = left
-            heapq.heapify(self._queue)
-        return found and read.future.cancel()
+        return read.future.cancel()  # whoever takes it from the queue drops it
 
     def settle(self) -> None:
         """Drop what has not begun and wait for what has: memory that was handed in is free again."""
-        with self._news:
+        with self._lock:
             for _, _, waiting in self._queue:
                 waiting.future.cancel()
             self._queue = []
-            self._news.wait_for(lambda: not self._running)
+            self._rest.wait_for(lambda: not self._running)
 
     def close(self) -> None:
+        """Wait for what has begun, and end the threads; they close the file."""
         if self._closed:
             return
         self.settle()
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
+        self.leave()
         for thread in self._threads:
             thread.join()
-        self._sums.shutdown()
-        os.close(self.descriptor)
+
+    def leave(self) -> None:
+        """As `close`, but waits for nothing: also for a garbage collector, in whatever thread."""
+        with self._lock:
+            for _, _, waiting in self._queue:
+                waiting.future.cancel()
+            self._queue, self._closed = [], True
+        for _ in range(self.depth):
+            self._news.put(None)
 
     def _work(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
+        while not self._closed:
+            self._news.get()
+            while (read := self._next()) is not None:
+                try:
+                    self._serve(read)
+                    outcome = None
+                except BaseException as error:
+                    outcome = error
+                with self._lock:
+                    self._running -= 1
+                    self._rest.notify_all()
+                read.future.set_exception(outcome) if outcome else read.future.set_result(None)
+        with self._lock:
+            self._left -= 1
+            if not self._left:  # the last one turns off the light
+                self._sums.shutdown(wait=False)
+                os.close(self.descriptor)
+
+    def _next(self) -> Read | None:
+        """The next read that nobody cancelled; from now on it runs."""
+        with self._lock:
+            while self._queue:
                 read = heapq.heappop(self._queue)[2]
-                self._running += 1
-            try:
-                self._serve(read)
-                outcome = None
-            except BaseException as error:
-                outcome = error
-            with self._news:
-                self._running -= 1
-                self._news.notify_all()
-            read.future.set_exception(outcome) if outcome else read.future.set_result(None)
+                if read.future.set_running_or_notify_cancel():
+                    self._running += 1
+                    return read
+        return None
 
     def _serve(self, read: Read) -> None:
         """Read and verify, at most twice."""
@@ -183,7 +200,7 @@ class Reader:
                     raise _named(error, read.record, self.file) from error
                 self.counts["retries"] += 1
         spent = 1e3 * (time.perf_counter() - begun)
-        with self._news:
+        with self._lock:
             self.ms = spent if self.ms is None else FADE * self.ms + (1 - FADE) * spent
             self.counts["reads"] += 1
             self.counts["bytes"] += sum(memory.nbytes for memory in read.parts.values())

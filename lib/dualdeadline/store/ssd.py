@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ class SsdStore(Fetching):
         source = sources.ModelExperts(self.layers)
         layout = convert(source, folder, "coded" if coded else "raw")
         super().__init__(layout, options, Memory(torch.device(device).type == "cuda"))
+        weakref.finalize(self, self.reader.leave)  # a model that is dropped without `remove` leaves no threads
         self.devices = [source.whole(number, "down").device for number in range(source.L)]
         for layer in self.layers:
             layer.take()
@@ -60,12 +62,15 @@ class SsdStore(Fetching):
         self.reader.submit(place, {component: as_bytes(data)}).result()
         return self.tensor(component, data[: place.parts[component].nbytes]).clone()
 
+    def whole(self, component: str, layer: int) -> Tensor:
+        """All experts' weights `[E, rows, columns]` of a layer on the CPU. Raises as `weights`."""
+        return torch.stack([self.weights(component, layer, expert) for expert in range(self.layout.E)])
+
     def give_back(self) -> None:
         """Return every layer's weights to its module, from the file, on the device they came from."""
         for layer, device in zip(self.layers, self.devices):
-            for part in COMPONENTS:
-                whole = torch.stack([self.weights(part, layer.number, expert) for expert in range(layer.E)])
-                layer.give(part, whole.to(device))
+            for part in [part for part in COMPONENTS if part in layer.places]:  # not those of an earlier attempt
+                layer.give(part, self.whole(part, layer.number).to(device))
         self.close()
 
     def close(self) -> None:

@@ -81,8 +81,9 @@ class Job:
     """A miss on its way.
 
     Attributes:
-        parts: wanted. views: by component, bytes that are to be copied; what is read straight into its slot has none.
-        reads: to wait for. helds: host slots in use. row: of staging. begun: whether reads were handed in.
+        into: slots of what is wanted. views: by component, bytes that are to be copied; what is read straight into its
+            slot has none. reads: to wait for. held: host slot in use. row: of staging.
+        begun: whether reads were handed in. counted: as a hit or a miss of the host slots.
     """
 
     number: int
@@ -93,6 +94,7 @@ class Job:
     held: Held | None = None
     row: Row | None = None
     begun: bool = False
+    counted: bool = False
 
 
 class Staging:

@@ -56,12 +56,24 @@ def read(folder: Path, key: str | None) -> dict:
     """
     if not (folder / "store.json").exists():
         raise FileNotFoundError(f"{folder} holds no finished store; needed: Store.build")
-    said = json.loads((folder / "store.json").read_text())
+    said = _said(folder)
     if said["format"] != FORMAT or key not in (None, said["key"]):
         raise ValueError(f"{folder} has format {said['format']} and key {said['key']}; needed: {FORMAT} and {key}")
     size = os.path.getsize(folder / "records.bin")
     if size != said["bytes"]:
         raise ValueError(f"{folder / 'records.bin'} has {size} bytes; needed: {said['bytes']} (truncated?)")
+    return said
+
+
+def _said(folder: Path) -> dict:
+    """What the index of a finished folder says."""
+    try:
+        said = json.loads((folder / "store.json").read_text())
+        missing = {"format", "key", "bytes", "records"} - set(said)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / 'store.json'} is damaged ({error}); needed: JSON as it was written") from error
+    if missing or not isinstance(said, dict):
+        raise ValueError(f"{folder / 'store.json'} lacks {sorted(missing)}; needed: as it was written")
     return said
 
 
@@ -114,7 +126,7 @@ def _known(folder: Path, head: dict, sound) -> tuple[dict, int]:
         ValueError: the finished folder of something else.
     """
     path = folder / "records.bin"
-    said = json.loads((folder / "store.json").read_text()) if (folder / "store.json").exists() else None
+    said = _said(folder) if (folder / "store.json").exists() else None
     if said and {name: said.get(name) for name in head} != head:
         raise ValueError(
             f"{folder} holds the records of {({name: said.get(name) for name in head})}; needed: {head}, "
