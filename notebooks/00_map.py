@@ -52,10 +52,12 @@ Markdown(verdicts.sentence(workspace, model))
 #   traces --> predictors[03 predictors]
 #   predictors --> metrics[04 recall, calibration]
 #   predictors --> replay[05 caches, stall replay]
-#   gpu[one H200] --> kernels[06 kernels] & overlap[07 schedules] & wire[08 wire format]
+#   gpu[one H200] --> kernels[06 kernels] & overlap[07 schedules] & wire[08 wire format] & decode[09 decode steps]
+#   disk[SSD, remote worker] --> tiers[10 tiers below]
+#   predictors --> decode & tiers
 #   predictors --> kernels & overlap
 #   overlap --> wire
-#   kernels & overlap & wire --> records
+#   kernels & overlap & wire & decode & tiers --> records
 #   traces --> replay
 #   metrics --> records[(records)]
 #   replay --> records
@@ -102,5 +104,6 @@ print(protocol["grid"]["budgets"], protocol["grid"]["horizons"], protocol["stati
 # %% [markdown]
 # ## Limits
 #
-# 01 to 05 need no GPU; 06 to 08 were measured on one H200 and show its records elsewhere. Decode steps were timed on one token of each
-# of some prompts, launched by the host; steps with encoded experts are simulated only. Replayed and simulated are not measured.
+# 01 to 05 need no GPU; 06 to 09 were measured on one H200 and show its records elsewhere. 10 measures this machine's disk and a worker
+# beside it, and shows all machines' records. Whole decode steps at OLMoE's sizes have random weights under the embedded model's routes
+# (09). Replayed and simulated are not measured.

@@ -14,7 +14,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # 10 Tiers below host memory
 #
@@ -35,25 +34,17 @@ depths = [1, 4, 8, 16]  # reads in flight
 sweep_mib = 8  # read per size and depth
 repeats = 8  # of each layout's cold experts
 slots = [16, 32, 48]  # slots per layer of the cold decode
-cold_warm = 20  # tokens that only fill the slots
-cold_tokens = 4  # tokens that are timed
+cold_tokens = [20, 3]  # that only fill the slots, and that are timed
 guesses = [["residual_gate", 0.5], ["next_token", 0.3]]  # label of notebook 03, or across tokens, and least probability
 horizons = [1, 2, 3]  # layers ahead
 ahead_slots = [16, 32]  # host slots per layer where reads go ahead
 pauses_ms = [0.1, 3.0]  # for a layer's other work: of a captured step on a GPU, of this model on two cores
-rules = [False]  # whether reads that would come too late are held back
-ahead_layers = 8  # of the model, the first ones
-ahead_tokens = 8  # of each prompt
-ahead_warm = 3  # of them, not timed
-late_slots = 48  # host slots where reads come too late: warm ones, beside the shortest pause
-late_tokens = 28  # of one prompt, the last ahead_tokens of them timed
-choosing = 2  # validation prompts that choose a setting
-testing = 6  # test prompts that judge it
+ahead_size = [6, 7, 3]  # layers of the model, tokens of each prompt, those of them that are not timed
+late = [48, 22]  # host slots and tokens of one prompt where reads come too late: warm slots, the shortest pause
+ahead_prompts = [2, 6]  # of validation, which choose a setting, and of the test that judges it
 remote_rows = [1, 8, 32]  # of a request to the worker
 remote_samples = 3  # of each size and link
-hosted_slots = 16  # slots per layer of the steps that are taken apart
-hosted_steps = 5  # of each configuration
-new_tokens = 4  # whose logits are compared bit by bit
+hosted = [16, 5, 4]  # slots per layer, steps that are taken apart, tokens whose logits are compared bit by bit
 captured = [32, "residual_gate", 2, 0, 0.7]  # slots and guesses of the steps in graphs that are taken apart
 captured_steps = 20  # of each
 sizes = {}  # of the captured model, where they are not OLMoE-1B-7B's (fields of its config)
@@ -78,6 +69,7 @@ from dualdeadline.tiers import ahead, study
 workspace = paths.Workspace(profile)
 torch.set_num_threads(1)
 gpu = study.device() == "cuda"
+layers, tokens, warm = ahead_size
 report.style()
 
 # %% [markdown]
@@ -89,7 +81,11 @@ report.style()
 # Do our routes behave as the published ones, in hit rates of an LRU cache and in how far ahead they can be told?
 
 # %% tags=["table"]
-report.table(shown.replayed(workspace, model, corpus), "replayed", "test split, mean over prompts (replayed)", workspace)
+replayed = shown.replayed(workspace, model, corpus)
+report.table(replayed, "replayed", "test split, mean over prompts (replayed)", workspace)
+
+# %%
+Markdown(said.replayed_answer(replayed))
 
 # %% [markdown]
 # ## Layouts
@@ -114,6 +110,9 @@ report.table(shown.layouts(rows), "layouts", "per cold expert, medians (measured
 # %% tags=["table"]
 report.table(shown.installs(rows), "installs", "from host memory to the slot (measured)", workspace)
 
+# %%
+Markdown(said.layouts_answer(rows))
+
 # %% tags=["nbval-check-output"]
 print(sorted(set(shown.of(rows, "expert_ms").variant)))
 
@@ -128,7 +127,7 @@ labels = ["gate_ahead", "random", "residual_gate"]  # as in notebook 09, whose f
 if "cold" in measure or gpu:
     drive = recorded.load(workspace, model, corpus, split, labels, 1, 6, seed)
 if "cold" in measure:
-    overlap.record_parts("10_tiers", model, workspace, study.cold(made, drive, slots, cold_warm, cold_tokens, seed))
+    overlap.record_parts("10_tiers", model, workspace, study.cold(made, drive, slots, *cold_tokens, seed))
 rows = shown.every(workspace, model)
 
 # %% tags=["table"]
@@ -150,14 +149,16 @@ Markdown(said.cold_answer(rows))
 
 # %%
 if "ahead" in measure:
-    common = dict(horizons=horizons, tokens=ahead_tokens, layers=ahead_layers, seed=seed)
-    chooses = ahead.drive(workspace, corpus, "validation", guesses, prompts=choosing, **common)
-    tests = ahead.drive(workspace, corpus, split, guesses, prompts=testing, **common)
-    found = ahead.parts(made, chooses, tests, ahead_slots, pauses_ms, rules, ahead_warm, resamples, seed)
+    common = dict(horizons=horizons, tokens=tokens, layers=layers, seed=seed)
+    chooses = ahead.drive(workspace, corpus, "validation", guesses, prompts=ahead_prompts[0], **common)
+    tests = ahead.drive(workspace, corpus, split, guesses, prompts=ahead_prompts[1], **common)
+    found = ahead.parts(made, chooses, tests, ahead_slots, pauses_ms, warm, resamples, seed)
     overlap.record_parts("10_tiers", model, workspace, found)
+
+# %%
 if "late" in measure:
-    warmed = ahead.drive(workspace, corpus, "validation", guesses, horizons, 1, late_tokens, ahead_layers, seed)
-    found = ahead.late(made, warmed, late_slots, min(pauses_ms), late_tokens - ahead_tokens, resamples, seed)
+    warmed = ahead.drive(workspace, corpus, "validation", guesses, horizons, 1, late[1], layers, seed)
+    found = ahead.late(made, warmed, late[0], min(pauses_ms), late[1] - tokens, resamples, seed)
     overlap.record_parts("10_tiers", model, workspace, found)
 rows = shown.every(workspace, model)
 
@@ -188,7 +189,7 @@ Markdown(said.sides(rows) + " " + said.prefetch_verdict(rows))
 net, tokenizer = models.load(model, experts="eager")
 ids, folder = torch.tensor(tokenizer("def mean(values): return sum(").input_ids, device=net.device), workspace.base / "tiers" / model
 if "exact" in measure:
-    found = study.exact(net, ids[None], folder, hosted_slots, new_tokens, study.fitted(workspace, corpus, seed))
+    found = study.exact(net, ids[None], folder, hosted[0], hosted[2], study.fitted(workspace, corpus))
     overlap.record_parts("10_tiers", model, workspace, found)
 rows = shown.every(workspace, model)
 
@@ -226,7 +227,7 @@ if "attribution" in measure and gpu:
     found = study.captured(drive, captured, seed, compile, captured_steps, **sizes)
     overlap.record_parts("10_tiers", model, workspace, found)
 if "attribution" in measure:
-    overlap.record_parts("10_tiers", model, workspace, study.hosted(net, ids, folder, hosted_slots, hosted_steps))
+    overlap.record_parts("10_tiers", model, workspace, study.hosted(net, ids, folder, *hosted[:2]))
 rows = shown.every(workspace, model)
 
 # %% tags=["table"]
@@ -242,6 +243,12 @@ report.save(fig, "10_attribution", workspace, shown.of(rows, "part_ms"));
 off = (shown.parts(rows)["sum"] - 1).abs()
 assert (off <= 0.03).all(), f"parts miss their step by {off.max():.1%}; needed: 3 % at most"
 print(len(off) > 0, bool((off <= 0.03).all()))
+
+# %% [markdown]
+# The reads' share shows in *demand wait*; guesses for host slots are *prediction*.
+
+# %%
+Markdown(said.parts_answer(rows))
 
 # %% [markdown]
 # ## Energy
@@ -273,7 +280,8 @@ Markdown(said.peers(shown.every(workspace, model)))
 report.table(said.targets(rows), "targets", "what was aimed at, and what came out", workspace, digits=2)
 
 # %%
-Markdown(said.answer(rows) + " " + verdicts.sentence(workspace, model))
+words = verdicts.words(workspace, model)
+Markdown(f"{said.answer(rows)} H7 (SSD tier): **{words['H7']}**; H5 (energy): **{words['H5']}**.")
 
 # %% [markdown]
 # ## Limits

@@ -6,11 +6,13 @@ import itertools
 
 from matplotlib import pyplot as plt
 
-from dualdeadline import paths, record, report, schedule, steps
+from dualdeadline import attribution, paths, record, report, schedule, steps
 from dualdeadline.decode import rows as decode_rows
 from dualdeadline.decode.cases import all_cases, map_cases
 from dualdeadline.overlap import Setting
+from dualdeadline.remote.client import PARTS
 from dualdeadline.report import check
+from dualdeadline.tiers.ssd import LAYOUTS
 
 MODEL = "pilot-olmoe"
 PREDICTORS = (
@@ -20,7 +22,7 @@ PREDICTORS = (
 
 
 def write(workspace) -> None:
-    """Records of stages 02, 04 to 09 and 12 whose values follow from their keys by plain arithmetic."""
+    """Records of stages 02, 04 to 10 and 12 whose values follow from their keys by plain arithmetic."""
     traces(workspace)
     evaluation(workspace)
     replay(workspace)
@@ -28,6 +30,7 @@ def write(workspace) -> None:
     overlap(workspace)
     wire(workspace)
     decode(workspace)
+    tiers(workspace)
     runs(workspace)
 
 
@@ -241,6 +244,8 @@ def decode(workspace) -> None:
     for name in ("eager", "batched_mm", "grouped_mm", "accelerate cpu_offload"):
         rows.add(name, "baseline_step_ms", 50.0, "ms", "measured", 45.0, 55.0, n=24, way="launched by the host", resident=True)
     rows.add("all variants", "equal_logit_steps", 300, "steps", "measured", n=300, why="", compiled=True)
+    for name, size in (("raw, gate_up", 8e6), ("raw, down", 4e6), ("coded, gate_up", 5.5e6), ("coded, down", 2.75e6)):
+        rows.add(name, "component_bytes", size, "bytes", "measured")
     rows.add("copy", "link_gbps", 51.0, "GB/s", "measured", 50.0, 52.0, n=5, lanes=0)
     rows.add("oracle", "joules_per_token", 1.5, "J/token", "measured", n=960, source="nvml", **cases[-1].config())
     rows.write()
@@ -249,6 +254,67 @@ def decode(workspace) -> None:
         if not (case.predictor or case.warm) and case.slots < 64:
             guessed.add("no prefetch", "simulated_step_ms", 5.0, "ms", "simulated", 4.9, 5.1, n=8, **case.config())
     guessed.write()
+
+
+def tiers(workspace) -> None:
+    rows, keys = _recorder("10_tiers", workspace, part="all"), {"n": 4, "expert": "8x8", "cache": "O_DIRECT, past the page cache"}
+    for size, depth in itertools.product((4096, 65536), (1, 8)):
+        rows.add("direct reads", "read_gbps", depth / 10, "GB/s", "measured", n=9, size_bytes=size, depth=depth)
+    for place, name in enumerate(LAYOUTS, 1):
+        rows.add(name, "expert_ms", 4.0 / place, "ms", "measured", 3.0 / place, 5.0 / place, **keys)
+        for metric in ("expert_gbps", "expert_disk_gbps"):
+            rows.add(name, metric, 0.2 * place, "GB/s", "measured", **keys)
+        for slots in (16, 32, 48):
+            for metric, value in cold_values(place, slots).items():
+                rows.add(name, f"cold_{metric}", value, "1", "measured", slots=slots, **keys)
+    for name, ratio in (("one contiguous copy", 1.0), ("record, a copy per component", 1.04), ("9 slices", 2.5)):
+        rows.add(name, "install_ms", 0.1 * ratio, "ms", "measured", n=50, expert="8x8")
+        rows.add(name, "install_ratio", ratio, "ratio", "measured", n=50, expert="8x8")
+    for split, pause, slots in (("validation", 0.1, 16), ("test", 0.1, 16), ("test", 3.0, 16), ("test", 3.0, 32)):
+        config = {"n": 6, "split": split, "pause_ms": pause, "slots": slots}
+        for ahead, name in enumerate(("demand", "residual_gate", "next_token")):
+            here = config | {"ahead": ahead, "rule": ahead == 0}
+            for metric, value in ahead_values(pause, slots, ahead).items():
+                rows.add(name, f"tier_{metric}", value, "1", "measured", **here)
+            if ahead:
+                ratio = ahead_values(pause, slots, ahead)["ms"] / ahead_values(pause, slots, 0)["ms"]
+                rows.add(name, "tier_time_ratio", ratio, "ratio", "measured", ratio - 0.05, ratio + 0.05, **here)
+    for part, count in itertools.product((*PARTS, "round trip", "not accounted for"), (1, 8)):
+        ms = {"round trip": 2.0 * count, "compute": 1.5 * count, "wire": 0.5 * count}.get(part, 0.0)
+        rows.add(part, "remote_ms", ms, "ms", "measured", n=3, shape="olmoe", link="loopback", rows=count, pairs=8 * count)
+    rows.add("ping", "ping_ms", 0.25, "ms", "measured", n=3, shape="", link="loopback", rows=0, pairs=0)
+    rows.add("round trip", "links_made", 0, "links", "measured", shape="", link="far", rows=0, pairs=0, why="no netem")
+    for name, step in (("host memory", 20.0), ("SSD", 40.0)):
+        for part in attribution.PARTS:
+            ms = {"expert compute": step / 2, "demand wait": step / 2}.get(part, 0.0)
+            rows.add(name, "part_ms", ms, "ms", "measured", n=5, part=part, slots=16)
+        rows.add(name, "part_ms", step, "ms", "measured", n=5, part="step", slots=16)
+        rows.add(name, "engine_ms", step, "ms", "measured", n=5, slots=16)
+        for metric in ("tokens_per_s", "hit_rate", "reads", "ssd_bytes"):
+            rows.add(name, f"engine_{metric}", step, "1", "measured", n=5, slots=16)
+        rows.add(name, "counters_read", 0, "counters", "measured", slots=16, source="none: nothing to read")
+    rows.write()
+
+
+def cold_values(place: int, slots: int) -> dict[str, float]:
+    """Of the layout at a place: its misses are read so many times as fast as the first one's."""
+    misses = (64 - slots) / 2
+    speed = 0.4 * place
+    return {
+        "ms": misses / speed,
+        "tokens_per_s": 1e3 * speed / misses,
+        "misses": misses,
+        "disk_gbps": 1.7,
+        "disk_share": speed / 1.7,
+        "speedup": float(place),
+    }
+
+
+def ahead_values(pause: float, slots: int, ahead: int) -> dict[str, float]:
+    """Of a setting so many layers ahead; each layer takes half a read and the pause, and one ahead halves the disk's share."""
+    read, disk = 2.0, (64 - slots) / 2
+    found = {"ms": 8 * pause + disk / (1 + (ahead == 1)), "hit_rate": slots / 64, "read_ms": read, "bound_ms": max(8 * pause, disk / 2)}
+    return found | {"lead_ms": ahead * (1.0 + pause), "useful": 2.0 * ahead, "wasted": 0.5 * ahead, "late": 0.0}
 
 
 def runs(workspace) -> None:

@@ -204,6 +204,17 @@ def test_resolve_writes_equal_values_equally():
     assert notebook.resolve("s", {"names": []}, {"names": ["a"]}) == {"names": ["a"]}
 
 
+def test_rows_of_words_and_numbers_are_checked_field_by_field():
+    declared = {"guesses": [["gate_ahead", 2, 0, 0.7]], "chosen": [32, "gate_ahead", 0.5]}
+    given = {"guesses": [["oracle", 4, 4, 1], ["random", 1, 0, 0.0]], "chosen": [16, "oracle", 1]}
+    found = notebook.resolve("s", declared, given)
+    assert found == {"guesses": [["oracle", 4, 4, 1.0], ["random", 1, 0, 0.0]], "chosen": [16, "oracle", 1.0]}
+    for name, value in (("guesses", [["oracle", 4, 4]]), ("guesses", [["oracle", "4", 4, 0.5]]), ("chosen", [16, 2, 1])):
+        with pytest.raises(ValueError, match=name):
+            notebook.resolve("s", declared, {name: value})
+
+
+
 @pytest.mark.parametrize("cell, said", [
     ("a = 1 + b", "needed: name = literal"), ("a, b = 1, 2", "needed: name = literal"),
     ("import os", "needed: name = literal"), ("a = None", "needed: a value with a type"),

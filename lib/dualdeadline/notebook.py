@@ -105,13 +105,22 @@ def _fits(value, default) -> bool:
     if isinstance(default, (list, tuple)):
         if not isinstance(value, (list, tuple)):
             return False
+        if _row(default):
+            return len(value) == len(default) and all(map(_fits, value, default))
         # an empty default fixes no element type
         return not default or all(_fits(item, default[0]) for item in value)
     return type(value) is type(default)
 
 
+def _row(default) -> bool:
+    """Whether a list is a row of fields, words and numbers, and not many values of one kind."""
+    return len({isinstance(item, str) for item in default}) > 1
+
+
 def _like(value, default):
     """The value in the type of the default (list or tuple, int or float): equal values then hash equally."""
+    if isinstance(default, (list, tuple)) and _row(default):
+        return type(default)(map(_like, value, default))
     if isinstance(default, (list, tuple)):
         return type(default)(_like(item, default[0]) if default else item for item in value)
     return float(value) if isinstance(default, float) else value

@@ -11,7 +11,7 @@ KEYS = ["slots", "config.wire", "config.schedule", "config.budget", "config.thre
 
 def counters(rows: pd.DataFrame) -> pd.DataFrame:
     """What was read for the joules of notebook 10's steps, by machine and configuration."""
-    part = rows[rows.metric.isin(["joules_per_token", "net_joules_per_token"])]
+    part = rows[rows.metric.isin(["joules_per_token", "net_joules_per_token", "counters_read"])]
     wide = part.pivot_table(
         index=["machine", "variant", "config.source"], columns="metric", values="median", sort=False, dropna=False
     )

@@ -8,7 +8,9 @@ import pandas as pd
 
 from dualdeadline import manifest, schedule
 from dualdeadline.overlap import Setting
-from dualdeadline.report import decode, kernels, latex, overlap, published, routing, runtime, text, verdicts, wire
+from dualdeadline.report import (
+    decode, kernels, latex, overlap, published, routing, runtime, text, tiers_tables, verdicts, wire,
+)
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
 
@@ -37,6 +39,7 @@ def every(about: Subject) -> list[Number]:
         *_deadlines(about),
         *_wire(about),
         *_engine(about),
+        *_tiers(about),
         *_verdicts(about),
         *_run(about),
         _commit(about),
@@ -223,6 +226,12 @@ def _engine(about: Subject) -> list[Number]:
     for wire in ("raw", "coded"):
         ratio = decode.ratios(rows, wire)
         said[f"engine_floor_{wire}"] = f"{ratio.min():.2f} to {ratio.max():.2f}"
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _tiers(about: Subject) -> list[Number]:
+    """Tiers below host memory, by machine."""
+    said, rows = tiers_tables.numbers(about)
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 

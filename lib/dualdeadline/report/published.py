@@ -12,6 +12,7 @@ from dualdeadline.report.overlap import blocks, decode_steps, validation
 from dualdeadline.report.prediction import domains, generalisation, horizons, misses, prediction, recall
 from dualdeadline.report.replay import caches, credit, prefetch, replay
 from dualdeadline.report.tables import CORPUS, MODEL, Subject, Table, conditions, pivot
+from dualdeadline.report.tiers_tables import cold_decode, reads_ahead, step_parts
 from dualdeadline.report.wire import wire_blocks, wire_designs
 
 
@@ -100,7 +101,7 @@ TABLES = {
     made.__name__: made
     for made in (traces, recall, horizons, generalisation, domains, misses, prediction)
     + (caches, prefetch, replay, credit, kernels, blocks, validation, decode_steps, wire_designs, wire_blocks)
-    + (engine_steps,)
+    + (engine_steps, cold_decode, reads_ahead, step_parts)
     + (training, hypotheses, sources)
 }
 

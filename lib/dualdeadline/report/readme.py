@@ -55,9 +55,9 @@ perfect ones by {engine_oracle}.
 **Below host memory**, one contiguous record per expert reaches on a cold SSD {tier_record_share} of the rate of plain
 direct reads, and is faster than nine scattered tensors read one by one by a factor of {tier_record_times}; its install
 takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7; a layer's other work is a
-pause of stated length): **{verdict_h7}**. A worker on the same machine answers over loopback in {tier_remote} rows of
-eight experts, {tier_remote_compute} of it products. Joules per token, two deadlines and guesses against fetching on
-demand (H5): **{verdict_h5}**.
+pause of stated length): **{verdict_h7}**; their time over demand's: {tier_ahead}. A worker on the same machine
+answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products. Joules per token,
+two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.

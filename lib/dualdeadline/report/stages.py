@@ -26,6 +26,8 @@ STAGES = {
                 "records, figures"),
     "09_decode": ("What does a whole decode step cost with experts in host memory?",
                   "a GPU, or its records; routes, scores", "certificate, records, figures"),
+    "10_tiers": ("What changes when experts lie on an SSD or in another process?",
+                 "this machine's disk, records of others; routes, scores", "records, figures"),
     "12_paper": (
         "Does all that is said follow from records?",
         "records, figures",

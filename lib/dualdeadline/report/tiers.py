@@ -9,10 +9,9 @@ from matplotlib import pyplot as plt
 
 from dualdeadline import paths, record
 from dualdeadline.attribution import PARTS
-from dualdeadline.report import look, text
+from dualdeadline.report import look
 from dualdeadline.report.figures import curves, title
 from dualdeadline.report.replay import COLD
-from dualdeadline.report.tables import Subject, Table, conditions
 
 STAGE, SCATTERED, RECORD = "10_tiers", "scattered, serial", "record, raw"
 SLOTS, DEPTHS, BUDGET = (16, 32, 48), (1, 2, 3), 8
@@ -57,7 +56,8 @@ def replayed(workspace: paths.Workspace, model: str, corpus: str) -> pd.DataFram
         for depth in DEPTHS
     ]
     frame = pd.DataFrame(lines, columns=["what", "at", "here", "published"])
-    return frame.set_index(["what", "at"]).unstack("at").dropna(axis=1, how="all")
+    wide = frame.set_index(["what", "at"]).unstack("at")
+    return wide.loc[:, wide.notna().any() | (wide.columns.get_level_values(0) == "here")]
 
 
 def _fixed(rows: pd.DataFrame, metric: str, fixed: dict) -> pd.DataFrame:
@@ -234,21 +234,3 @@ def draw_parts(rows: pd.DataFrame, ax) -> None:
     ax.set_yticks(places, [f"{case}\n{machine}, {ms:.3g} ms" for (machine, case), ms in frame.step.items()], fontsize=6)
     ax.axvline(1.0, color=look.BLACK, lw=0.8)
     ax.set(xlabel="share of the step, measured by another clock")
-
-
-def cold_decode(about: Subject) -> Table:
-    """Cold decode steps by layout, every machine that measured them."""
-    rows = of(every(about.workspace, about.model), "cold_tokens_per_s", "cold_disk_share", "cold_speedup")
-    frame = cold(
-        of(every(about.workspace, about.model), *[name for name in set(rows.metric)], "cold_misses", "cold_disk_gbps")
-    )
-    shown = frame.reset_index().drop(columns=["disk, GB/s"])
-    digits = {"tokens/s": 1, "misses": 0, "share of the disk": 2, "times scattered": 2}
-    for name, places in digits.items():
-        shown[name] = [text.value(value, digits=places) for value in shown[name]]
-    caption = (
-        "Decode steps whose misses find the disk cold, under recorded routes: tokens per second of the tier alone (no "
-        "attention, no products), misses per token, share of the rate of plain direct reads, and speed over nine "
-        f"scattered tensors read one by one. {conditions(rows)} tokens."
-    )
-    return Table("cold_decode", caption, shown.astype({"slots": str}), rows, wide=True, align="lrlrrrr")

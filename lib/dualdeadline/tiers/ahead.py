@@ -75,8 +75,8 @@ def drive(
     folder = paths.need(workspace.traces / corpus, "02_traces")
     store = TraceStore(folder)
     trace = store.split(split)
-    count = (trace.prompt == trace.prompt[:, None]).tril(-1).sum(1)  # tokens of the same prompt before each
-    kept = (trace.prompt < prompts) & (count < tokens)
+    place = torch.arange(len(trace)) - trace.prompt_starts[trace.prompt]
+    trace = trace.select((trace.prompt < prompts) & (place < tokens))
     fits = selection.read_index(workspace)
     fits = fits[(fits.seed == seed) & (fits.source == "")].set_index(["label", "horizon"]).folder
     scores: dict[str, dict[int, Tensor]] = {}
@@ -88,8 +88,8 @@ def drive(
             for d in horizons:
                 said = predictors.load(workspace.scores / fits[label, d], trace.routers).score(trace).float()
                 found[d] = torch.cat([torch.zeros(len(said), d, said.shape[2]), said], 1)
-        scores[label] = {d: torch.where(said >= least, said, 0.0)[kept, :layers] for d, said in found.items()}
-    return Drive(trace.routes[kept, :layers].long(), trace.prompt[kept], scores, trace.num_experts)
+        scores[label] = {d: torch.where(said >= least, said, 0.0)[:, :layers] for d, said in found.items()}
+    return Drive(trace.routes[:, :layers].long(), trace.prompt, scores, trace.num_experts)
 
 
 def across(predictor: NextToken, trace) -> Tensor:
@@ -151,7 +151,6 @@ def parts(
     tests: Drive,
     slots: Sequence[int],
     pauses_ms: Sequence[float],
-    rules: Sequence[bool],
     warm: int,
     resamples: int,
     seed: int,
@@ -161,11 +160,11 @@ def parts(
     More slots see the longest pause only. With it, and half of the experts in host memory, that is H7's comparison.
 
     Args:
-        slots: host slots per layer. pauses_ms: for a layer's work on tokens that are there. rules: of the choice.
+        slots: host slots per layer. pauses_ms: for a layer's work on tokens that are there.
     """
     chosen, said, ratio = {}, [], []
     for pause in pauses_ms:
-        found = run(made, chooses, None, min(slots), pause, rules, warm, seed)
+        found = run(made, chooses, None, min(slots), pause, [False], warm, seed)
         chosen[pause], said = best(found), said + rows(found, "validation", pause, resamples, seed)
     yield "ahead, choice", said
     said = []

@@ -147,6 +147,8 @@ def sweep(path: Path, sizes: Sequence[int], depths: Sequence[int], limit_bytes: 
 def _timed_reads(descriptor: int, size: int, depth: int, starts: list[int]) -> tuple[list[float], float]:
     """Milliseconds of each read, and seconds of all, with `depth` of them in flight."""
     buffers = [mmap.mmap(-1, size) for _ in range(depth)]
+    for buffer in buffers:
+        buffer[:] = bytes(size)  # pages that were never written would be made in the time of a read
     free = list(buffers)
 
     def one(start: int) -> float:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from dualdeadline import attribution, energy, predictors, selection
+from dualdeadline import attribution, energy, paths
 from dualdeadline.decode import study as decode
 from dualdeadline.decode.cases import Case, guess
 from dualdeadline.decode.recorded import Recorded
@@ -61,6 +62,12 @@ def cold(made: ssd_files.Files, drive: Recorded, slots: Sequence[int], warm: int
     yield "cold", rows(found.assign(expert=made.shape.name), "cold", "layout", COLD)
 
 
+def counted(found: list[dict], metric: str, unit: str) -> list[dict]:
+    """Record rows, where one without a value becomes 0 of `metric`: its config says why there is none."""
+    none = {"metric": metric, "unit": unit, "median": 0, "low": None, "high": None, "n": 1}
+    return [row | none if pd.isna(row["median"]) else row for row in found]
+
+
 def stepper(net: nn.Module, ids: Tensor):
     """A decode step: one token of `ids` [N] after another, each behind nothing."""
     turn = itertools.cycle(ids.tolist())
@@ -90,19 +97,15 @@ def hosted(net: nn.Module, ids: Tensor, folder: Path, slots: int, steps: int) ->
             net.dualdeadline.remove()
         about = {"slots": slots, "way": "launched by the host"}
         yield f"attribution, {name}", attribution.records(found, about)
-        yield f"energy, {name}", energy.records(joules, name, about)
+        yield f"energy, {name}", counted(energy.records(joules, name, about), "counters_read", "counters")
 
 
-def fitted(workspace, corpus: str, seed: int) -> dict[str, object]:
-    """What guesses for host slots in `exact`, where notebook 03 has fitted it: one layer ahead, and a whole token."""
+def fitted(workspace: paths.Workspace, corpus: str) -> dict[str, object]:
+    """What guesses a whole token ahead for host slots in `exact`; nothing where there are no traces."""
     folder = workspace.traces / corpus
     if not folder.exists():
         return {}
-    store = TraceStore(folder)
-    fits = selection.read_index(workspace)
-    fits = fits[(fits.seed == seed) & (fits.source == "") & (fits.horizon == 1)].set_index("label").folder
-    ahead = predictors.load(workspace.scores / fits["residual_gate"], store.routers)
-    return {"residual_gate": ahead, "next_token": NextToken.fit(store.split("train", tensors=("routes",)))}
+    return {NextToken.name: NextToken.fit(TraceStore(folder).split("train", tensors=("routes",)))}
 
 
 def exact(net: nn.Module, ids: Tensor, folder: Path, slots: int, new_tokens: int, guessing: Mapping) -> Parts:
@@ -129,7 +132,7 @@ def remote(row_counts: Sequence[int], samples: int, seed: int) -> Parts:
     """Round trips to a worker over loopback, a relay that delays, and namespaces."""
     sizes = {"olmoe": remote_study.SIZES["olmoe"]}
     found = remote_study.round_trips(sizes, row_counts, samples=samples, links=NEAR, seed=seed)
-    yield "remote", remote_study.records(found)
+    yield "remote", counted(remote_study.records(found), "links_made", "links")
 
 
 def captured(drive: Recorded, chosen: Sequence, seed: int, compile: bool, steps: int, **sizes) -> Parts:
