@@ -27,13 +27,13 @@ study: .venv
 		--scheduler '$(SCHEDULER)' $(if $(FORCE),--force)
 
 # two cores, two processes: the study in its smallest size and some files here, all other tests there; the first one's
-# report is printed at the end
-BESIDE := $(addprefix tests/test_,smoke.py store.py tiers.py remote.py loading.py attribution.py energy.py next_token.py broken.py \
-	families.py scale.py)
+# report is printed at the end. Without the slow ones, which MARK= (empty) adds.
+MARK ?= not slow
+BESIDE := $(addprefix tests/test_,smoke.py remote.py loading.py)
 test: .venv
 ifeq ($(TESTS),tests)
-	@said=$$(mktemp); $(BIN)/python -m pytest $(BESIDE) > $$said 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
+	@said=$$(mktemp); $(BIN)/python -m pytest -m '$(MARK)' $(BESIDE) > $$said 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -m '$(MARK)' tests $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
 	wait $$beside; beside=$$?; cat $$said; rm -f $$said; [ $$rest -eq 0 ] && [ $$beside -eq 0 ]
 else
 	@$(BIN)/python -m pytest $(TESTS)

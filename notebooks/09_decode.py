@@ -245,4 +245,5 @@ Markdown(shown.answer(rows))
 # ## Limits
 #
 # Random weights under another model's routes: speed, not text. Slots start empty at each prompt, as in the replays; a server that keeps
-# them between prompts hits more (the warm rows). One H200 and its link. Steps are timed without sampling and stopping criteria, which `generate()` adds.
+# them between prompts hits more (the warm rows). One H200 and its link. Steps are timed without sampling and stopping criteria, which
+# `generate()` adds.

@@ -27,7 +27,30 @@ def passes_interpreted(file: str, *options: str) -> str:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: benchmarks; leave them out with -m 'not slow'")
+    config.addinivalue_line("markers", "slow: benchmarks and long matrices; `make test MARK=` runs them too")
+
+
+LONG = (  # left out of `make test`, which CI gives a quarter of an hour on two cores
+    "test_families.py::test_all_four_checks_pass",
+    "test_loading.py::test_host_memory",
+    "test_next_token.py",
+    "test_pretrain_qwen.py::test_each_part",
+    "test_pretrain_qwen.py::test_one_call",
+    "test_pretrain_qwen.py::test_sparse_block",
+    "test_remote.py::test_bits_are",
+    "test_remote.py::test_round_trips",
+    "test_scale.py",
+    "test_smoke.py::test_published_outputs_come_out_again[10_tiers]",
+    "test_store.py::test_the_bits_are",
+    "test_tiers.py",
+)
+KEPT = ("checks_pass[OLMoE]", "checks_pass[Qwen3.5-MoE, text]", "olmoe-torch.float32]", "guesses for both]")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(name in item.nodeid for name in LONG) and not any(name in item.nodeid for name in KEPT):
+            item.add_marker(pytest.mark.slow)
 
 
 FAMILIES = {name: entry for name, entry in tiny.TINY.items() if name != "granitemoeshared"}  # like granitemoe

@@ -12,6 +12,7 @@ from conftest import passes_interpreted, tiny_config
 from dualdeadline import engine, kernels, models
 from dualdeadline.decode import measure, recorded, rows, study
 from dualdeadline.decode.cases import Case
+from dualdeadline.energy import meter
 from dualdeadline.engine.driven import Driven
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside test_in_the_interpreter")
@@ -101,11 +102,12 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
                  num_experts=E, num_experts_per_tok=K, vocab_size=64)
     monkeypatch.setattr(measure, "CHECKED", 1)
     cases = [Case(E, "raw"), Case(2, "raw", "demand_serial"), Case(2, "raw"), Case(2, "raw", predictor="oracle", budget=(2, 0))]
+    monkeypatch.setattr(meter, "STEP_S", 0.001)
     slow = [Case(2, "raw", lanes=1, compiled=False)]
     kept = Case(2, "raw", warm=True)
     cases.insert(1, Case(2, "coded"))
     group = study.build(drive, [*cases, kept, *slow], 0, compile=False, device="cpu", **sizes)
-    parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 3.0))
+    parts = dict(study.measured(group, drive, 20, 0, slow, 1, cases[-1], 0.1))
     assert parts["check"][0]["median"] == 7
     (copied,) = parts["links"]
     assert copied["variant"] == "copy" and copied["median"] > 0

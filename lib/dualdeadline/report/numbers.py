@@ -222,7 +222,9 @@ def _engine(about: Subject) -> list[Number]:
     }
     labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle", "random": "random"}
     for name, label in labels.items():
-        said[f"engine_{name}"] = decode.by_slots(rows, "prefetch_time_ratio", variant=f"{label}-no prefetch")
+        said[f"engine_{name}"] = decode.by_slots(
+            rows, "prefetch_time_ratio", variant=f"{label}-no prefetch", budget="2-0"
+        )
     for wire in ("raw", "coded"):
         ratio = decode.ratios(rows, wire)
         said[f"engine_floor_{wire}"] = f"{ratio.min():.2f} to {ratio.max():.2f}"

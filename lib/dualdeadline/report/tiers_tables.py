@@ -61,19 +61,30 @@ def reads_ahead(about: Subject) -> Table:
     return Table("reads_ahead", caption, pd.DataFrame(columns), rows, wide=True, align="lrrlrrrr")
 
 
+SHORT = {
+    "demand wait": "demand",
+    "late prefetch wait": "late",
+    "expert compute": "experts",
+    "launch gaps": "gaps",
+    "prediction": "guess",
+}
+
+
 def step_parts(about: Subject) -> Table:
     """Where the milliseconds of a step go."""
     rows = _rows(about, "part_ms")
     found = tiers.parts(rows)
     shown = found.loc[:, (found > 0).any()].map(lambda value: "–" if value == 0 else f"{value:.3g}")
     shown["sum"] = found["sum"].map("{:.3f}".format)
-    frame = shown.rename_axis(index=["machine", "experts in"]).reset_index()
+    frame = shown.rename_axis(index=["machine", "experts in"]).reset_index().rename(columns=SHORT)
+    frame["machine"] = frame["machine"].str.replace("nvidia-h200", "H200").str.replace(r"^local-.*", "CPU", regex=True)
     caption = (
-        "Milliseconds of a decode step by part, the step by another clock, and the parts' sum over it. On a CPU the "
-        f"embedded model, on a GPU captured steps at OLMoE's sizes. {conditions(rows)} steps."
+        "Milliseconds of a decode step by part, the step by another clock, and the parts' sum over it: waits for what "
+        "was asked for (demand) and for late guesses (late), expert products (experts), launch gaps (gaps). The "
+        f"embedded model launched by the host, and captured steps at OLMoE's sizes. {conditions(rows)} steps."
     )
     return Table(
-        "step_parts", caption, frame, rows, wide=True, align="lp{0.2\\linewidth}" + "r" * (shown.shape[1]), gap_pt=2.5
+        "step_parts", caption, frame, rows, wide=True, align="lp{0.17\\linewidth}" + "r" * (shown.shape[1]), gap_pt=1.5
     )
 
 
