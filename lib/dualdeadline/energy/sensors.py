@@ -21,7 +21,7 @@ class Nvml:
     source = "nvml"
 
     def __init__(self, uuid: str | None = None, library=None):
-        self.library, self.handle = library or _library(), ctypes.c_void_p()
+        self.nvml, self.handle = library or _library(), ctypes.c_void_p()
         self._call("nvmlInit_v2")
         found = uuid or _current_uuid()
         if found is None:
@@ -31,7 +31,7 @@ class Nvml:
         self.read()
 
     def _call(self, name: str, *values) -> None:
-        code = getattr(self.library, name)(*values)
+        code = getattr(self.nvml, name)(*values)
         if code:
             raise RuntimeError(
                 f"{name} gives {code}; needed: 0, an NVIDIA GPU with a total-energy counter (Volta or newer)"
