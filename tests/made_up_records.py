@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
+import pytest
 from matplotlib import pyplot as plt
 
-from dualdeadline import attribution, paths, record, report, schedule, steps
+from dualdeadline import attribution, machine, paths, record, report, schedule, steps
 from dualdeadline.decode import rows as decode_rows
 from dualdeadline.decode.cases import all_cases, map_cases
 from dualdeadline.overlap import Setting
@@ -19,6 +21,20 @@ PREDICTORS = (
     "random popularity previous_layer previous_token transition probe gate_ahead shared_mlp low_rank "
     "residual_gate oracle shuffled"
 ).split()
+
+
+@contextlib.contextmanager
+def workspace(folder, *stages):
+    """A smoke workspace under `folder` with made-up records of some stages (functions of this file), and none other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "DATA", folder)
+        patch.setattr(machine, "machine_id", lambda: "made-up")
+        patch.setattr(machine, "register", lambda: "made-up")
+        patch.setattr(paths, "ON_GPU", ())  # no committed measurement stands among the made-up ones
+        made = paths.Workspace("smoke")
+        for stage in stages:
+            stage(made)
+        yield made
 
 
 def write(workspace) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_config
+from test_engine import build, run
 
 from dualdeadline import attribution, engine
 from dualdeadline.attribution import PARTS, STEP, Kernel, parts, trace, watched
@@ -16,9 +17,7 @@ from dualdeadline.engine.hosted import KERNELS, Hosted
 
 @pytest.fixture
 def olmoe():
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("olmoe")).eval()
-    model.set_experts_implementation("eager")
+    model = build()
     yield model
     if hasattr(model, "dualdeadline"):
         model.dualdeadline.remove()

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import transformers
-from conftest import tiny_config
 from factory import synthetic_trace
+from test_engine import build
 
 from dualdeadline import engine
 from dualdeadline.engine.next_token import PRIOR, NextToken, SameAgain
@@ -12,9 +11,7 @@ from dualdeadline.engine.next_token import PRIOR, NextToken, SameAgain
 
 @pytest.fixture
 def olmoe():
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("olmoe")).eval()
-    model.set_experts_implementation("eager")
+    model = build()
     yield model
     if hasattr(model, "dualdeadline"):
         model.dualdeadline.remove()

@@ -1,20 +1,19 @@
 """The second embedded model: delta rule, training forward, one whole call of training, at tiny sizes."""
 
 import json
-import lzma
 import math
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
+from test_pretrain_train import folder, pack  # noqa: F401  (fixtures)
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 
 from dualdeadline import paths, record
-from dualdeadline.pretrain import architectures, card, checkpoint, data, delta, evaluate, imports, model, qwen, train
+from dualdeadline.pretrain import architectures, card, checkpoint, delta, evaluate, imports, model, qwen, train
 from dualdeadline.pretrain.optim import Optimizer
 from dualdeadline.report import routing
 
@@ -43,27 +42,6 @@ def one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A pack of three domains whose texts use ten of the tokens only."""
-    out, rng, domains = tmp_path_factory.mktemp("pack"), np.random.default_rng(0), {}
-    for name in ("austen", "python-source", "word-problems"):
-        domains[name] = {}
-        for part in ("train", "heldout"):
-            lengths = rng.integers(3, 90, 60)
-            stream = np.concatenate([np.append(rng.integers(2, 12, n - 1), 0) for n in lengths]).astype("<u2")
-            (out / f"{part}-{name}.xz").write_bytes(lzma.compress(stream.tobytes()))
-            domains[name][part] = {"file": f"{part}-{name}.xz", "tokens": len(stream)}
-        domains[name]["heldout"] |= {"document_tokens": lengths.tolist(), "document_bytes": (3 * lengths).tolist()}
-    (out / "index.json").write_text(json.dumps({"vocab_size": VOCAB, "domains": domains}))
-    return out
-
-
-@pytest.fixture(scope="module")
-def pack(folder):
-    return data.read(folder)
 
 
 def arguments(folder, *extra):

@@ -10,35 +10,12 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_config
+from test_engine import build, run, same, text
 
 from dualdeadline import engine
 from dualdeadline.remote import Client, RemoteError, frames, keys, new_token, read_token
 from dualdeadline.remote.held import Held
 from dualdeadline.remote.worker import Worker, main
-
-
-def build(family="olmoe", dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype).eval()
-    model.set_experts_implementation("eager")
-    return model
-
-
-def text(rows=3, length=9, seed=0):
-    return torch.randint(1, 380, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model, ids, new=6, **options):
-    """Logits of the prompt and generated tokens."""
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask).logits
-        return logits, model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
-
-
-def same(first, second):
-    assert torch.equal(first[0], second[0]), "logits differ"
-    assert torch.equal(first[1], second[1]), "tokens differ"
 
 
 @pytest.fixture(scope="module")

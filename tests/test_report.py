@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib import pyplot as plt
 
 import made_up_records
-from dualdeadline import machine, paths, record, report
+from dualdeadline import record, report
 from dualdeadline.report import (
     figures,
     latex,
@@ -30,13 +30,7 @@ SHARE = st.floats(-1, 1, allow_nan=False)
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     """A smoke workspace in a temporary folder with made-up records of every stage."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "DATA", tmp_path_factory.mktemp("data"))
-        patch.setattr(machine, "machine_id", lambda: "made-up")
-        patch.setattr(machine, "register", lambda: "made-up")
-        patch.setattr(paths, "ON_GPU", ())  # no committed measurement stands among the made-up ones
-        made = paths.Workspace("smoke")
-        made_up_records.write(made)
+    with made_up_records.workspace(tmp_path_factory.mktemp("data"), made_up_records.write) as made:
         yield made
 
 

@@ -3,19 +3,13 @@
 import made_up_records
 import pytest
 
-from dualdeadline import machine, paths, record
+from dualdeadline import record
 from dualdeadline.report import decode
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "DATA", tmp_path_factory.mktemp("data"))
-        patch.setattr(machine, "machine_id", lambda: "made-up")
-        patch.setattr(machine, "register", lambda: "made-up")
-        patch.setattr(paths, "ON_GPU", ())
-        workspace = paths.Workspace("smoke")
-        made_up_records.decode(workspace)
+    with made_up_records.workspace(tmp_path_factory.mktemp("data"), made_up_records.decode) as workspace:
         yield record.read(workspace, decode.STAGE, made_up_records.MODEL)
 
 

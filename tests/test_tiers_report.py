@@ -12,7 +12,7 @@ from test_engine import build
 from test_tiers import TINY, oracle
 
 import made_up_records
-from dualdeadline import attribution, machine, paths, record, streams
+from dualdeadline import attribution, record, streams
 from dualdeadline.decode.cases import Case, guess
 from dualdeadline.decode.recorded import Recorded
 from dualdeadline.engine.next_token import NextToken
@@ -24,15 +24,8 @@ from dualdeadline.tiers import ahead, ssd, ssd_files, ssd_rows, study
 def workspace(tmp_path_factory):
     """Made-up records of stages 04, 05 and 10."""
     matplotlib.use("agg")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "DATA", tmp_path_factory.mktemp("data"))
-        patch.setattr(machine, "machine_id", lambda: "made-up")
-        patch.setattr(machine, "register", lambda: "made-up")
-        patch.setattr(paths, "ON_GPU", ())
-        made = paths.Workspace("smoke")
-        made_up_records.evaluation(made)
-        made_up_records.replay(made)
-        made_up_records.tiers(made)
+    stages = made_up_records.evaluation, made_up_records.replay, made_up_records.tiers
+    with made_up_records.workspace(tmp_path_factory.mktemp("data"), *stages) as made:
         yield made
 
 
