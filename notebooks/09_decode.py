@@ -201,8 +201,8 @@ report.table(shown.errors(rows), "simulated", "mean step, ms", workspace, digits
 #
 # Where two deadlines, encoding and guesses pay: the same steps over slower links (fewer programs fetch, as a link of an older generation
 # would) and with the stock code around the experts captured as it is, not compiled, so that a layer takes longer. What a guess can hide
-# one layer ahead is bounded by a layer's time: *in windows* says how many such times a gate/up takes to cross. Near one, guesses pay
-# whatever the wire; from about five on, nothing is left of the gain, and wrong guesses turn it into a loss.
+# one layer ahead is bounded by a layer's time: *in windows* says how many such times a gate/up takes to cross. The more it takes, the
+# smaller the part that a guess hides, while a wrong one costs all of its time.
 
 # %% tags=["table"]
 report.table(shown.spread(rows, drive.routes.shape[1]), "map", "shares of a step, negative is faster", workspace, digits=3)

@@ -10,6 +10,7 @@ from test_engine import build, text
 
 from dualdeadline import cache, streams
 from dualdeadline.schedule import COMPONENTS
+from dualdeadline.store import tier
 from dualdeadline.tiers import ssd, ssd_files, ssd_replay, ssd_rows
 
 TINY = streams.Shape("tiny", 64, 32, 8)
@@ -72,7 +73,6 @@ def test_sweep_reads_what_it_says(files):
     found = ssd.sweep(files.raw.path, [4096, 8192, 2**40], [1, 3], 40_000)
     assert found[["size_bytes", "depth"]].values.tolist() == [[4096, 1], [4096, 3], [8192, 1], [8192, 3]]
     assert (found.ms > 0).all() and (found.gbps > 0).all() and found.n.tolist() == [9, 9, 4, 4]
-    assert ssd.best_gbps(found, 9000) == found[found.size_bytes == 8192].gbps.max()
 
 
 def test_every_layout_is_measured_cold(files):
@@ -147,10 +147,10 @@ def test_wrong_guesses_are_counted_as_wasted(files, routes):
     assert ahead.wasted > 0 and ahead.bytes > found[found.ahead == 0].bytes.iloc[0]
 
 
-def test_the_rule_as_a_table():
-    found = ssd_replay.rule_table([1, 2, 3], [2.0, 8.0], 7.0)
-    assert found.in_time.tolist() == [False, True, False, True, False, True]
-    assert ssd_replay.rule_table([1, 2, 3], [2.4], 7.0).in_time.tolist() == [False, False, True]
+def test_a_read_ahead_is_in_time_if_its_layers_last_as_long():
+    assert [tier.in_time(ahead, 8.0, 7.0) for ahead in (1, 2, 3)] == [True, True, True]
+    assert [tier.in_time(ahead, 2.4, 7.0) for ahead in (1, 2, 3)] == [False, False, True]
+    assert [tier.in_time(ahead, 2.0, 7.0) for ahead in (1, 2, 3)] == [False, False, False]
 
 
 def test_whole_steps_are_bitwise_and_counted(tmp_path):

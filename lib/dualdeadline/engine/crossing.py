@@ -23,11 +23,6 @@ DECODE_PROGRAMS = 1056  # of a decode from staging memory that products wait for
 AHEAD_PROGRAMS = 132  # of one beside the products
 
 
-def staging_bytes(sizes: Mapping[str, int], records: int) -> int:
-    """Device memory that staging takes for so many records of each component; sizes in bytes of one."""
-    return records * sum(sizes[part] for part in COMPONENTS)
-
-
 class Crossing:
     """Staging memory for up to `records` experts of each component, and the two steps of a crossing.
 

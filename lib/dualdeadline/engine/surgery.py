@@ -136,11 +136,6 @@ def fits_fused(layer: LayerExperts) -> str | None:
     return None
 
 
-def reference_output(layer: LayerExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Output of a layer's own eager code while it still has its weights, for tests."""
-    return type(layer.module).forward.__wrapped__(layer.module, x, ids, weights)
-
-
 def move(model: nn.Module, device: torch.device, moved: list[tuple[Tensor, torch.device]]) -> None:
     """Everything that is in memory to one device (experts are not any more); notes what moved, and where it was."""
     for value in itertools.chain(model.parameters(), model.buffers()):

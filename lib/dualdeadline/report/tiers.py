@@ -81,28 +81,27 @@ def reads(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def _wide(part: pd.DataFrame, metrics: dict[str, str], index: dict[str, str]) -> pd.DataFrame:
+    """A column per metric and an index of some columns of the rows, both under their names for readers."""
+    frame = part.pivot_table(index=list(index), columns="metric", values="median", sort=False)
+    return frame[list(metrics)].rename(columns=metrics).rename_axis(index=list(index.values()), columns="metric")
+
+
 def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds and GB/s per cold expert by layout, and what kept the page cache out."""
     columns = {"expert_ms": "ms", "expert_gbps": "GB/s of weights", "expert_disk_gbps": "GB/s read"}
     part = of(rows, *columns)
-    frame = part.pivot_table(
-        index=["machine", "config.expert", "variant"], columns="metric", values="median", sort=False
-    )
-    cache = part.drop_duplicates(["machine", "variant"]).set_index(["machine", "config.expert", "variant"])[
-        "config.cache"
-    ]
-    frame = frame[list(columns)].rename(columns=columns).assign(cache=cache.str.split(";").str[:2].str.join(";"))
-    return frame.rename_axis(index=["machine", "expert", "layout"])
+    index = {"machine": "machine", "config.expert": "expert", "variant": "layout"}
+    kept = part.drop_duplicates(["machine", "variant"]).rename(columns=index).set_index(list(index.values()))
+    cache = kept["config.cache"].str.split(";").str[:2].str.join(";")
+    return _wide(part, columns, index).assign(cache=cache)
 
 
 def installs(rows: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds to install an expert that lies in host memory, over one contiguous copy of as many bytes."""
-    part = of(rows, "install_ms", "install_ratio")
-    frame = part.pivot_table(
-        index=["machine", "config.expert", "variant"], columns="metric", values="median", sort=False
-    )
-    names = {"install_ms": "ms", "install_ratio": "over one copy"}
-    return frame[list(names)].rename(columns=names).rename_axis(index=["machine", "expert", "way"])
+    columns = {"install_ms": "ms", "install_ratio": "over one copy"}
+    index = {"machine": "machine", "config.expert": "expert", "variant": "way"}
+    return _wide(of(rows, *columns), columns, index)
 
 
 def cold(rows: pd.DataFrame) -> pd.DataFrame:
@@ -116,13 +115,8 @@ def cold(rows: pd.DataFrame) -> pd.DataFrame:
     }
     part = of(rows, *columns)
     part = part.assign(slots=part["config.slots"].astype(int))
-    frame = part.pivot_table(index=["machine", "slots", "variant"], columns="metric", values="median", sort=False)
-    return (
-        frame[list(columns)]
-        .rename(columns=columns)
-        .rename_axis(index=["machine", "slots", "layout"])
-        .sort_index(level=[0, 1])
-    )
+    index = {"machine": "machine", "slots": "slots", "variant": "layout"}
+    return _wide(part, columns, index).sort_index(level=[0, 1])
 
 
 def draw_cold(rows: pd.DataFrame):
@@ -189,9 +183,7 @@ def engine(rows: pd.DataFrame) -> pd.DataFrame:
         "engine_reads": "reads",
         "engine_ssd_bytes": "bytes read",
     }
-    part = of(rows, *columns)
-    frame = part.pivot_table(index=["machine", "variant"], columns="metric", values="median", sort=False)
-    return frame[list(columns)].rename(columns=columns).rename_axis(index=["machine", "experts in"])
+    return _wide(of(rows, *columns), columns, {"machine": "machine", "variant": "experts in"})
 
 
 def remote(rows: pd.DataFrame) -> pd.DataFrame:

@@ -177,12 +177,6 @@ def burst_gbps(path: Path, size: int, depth: int, draw: np.random.Generator, cou
         os.close(descriptor)
 
 
-def best_gbps(found: pd.DataFrame, size_bytes: int) -> float:
-    """The rate of the disk for reads of a size: the best depth of `sweep` at the nearest size."""
-    nearest = found.size_bytes.iloc[(found.size_bytes - size_bytes).abs().argmin()]
-    return float(found[found.size_bytes == nearest].gbps.max())
-
-
 def layouts(
     files: Files, device="cpu", at_once: int = 4, repeats: int = 3, depth: int = 8, seed: int = 0
 ) -> pd.DataFrame:

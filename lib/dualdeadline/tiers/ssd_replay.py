@@ -19,7 +19,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from dualdeadline.cache import slots as cache
 from dualdeadline.engine import offload
 from dualdeadline.schedule import COMPONENTS
-from dualdeadline.store import tier
 from dualdeadline.store.fetching import Fetching
 from dualdeadline.store.options import SsdOptions
 from dualdeadline.store.pages import Memory
@@ -217,16 +216,6 @@ class _Run:
         if self.lead and later == self.lead // self.L and token + later < len(self.routes):
             chances, ids = self.scores[token + later, target].topk(8)
             self.fetching.ahead(target, ids[None], chances[None], self.options.threshold, set())
-
-
-def rule_table(depths: Sequence[int], layer_ms: Sequence[float], fetch_ms: float) -> pd.DataFrame:
-    """Where a read ahead can arrive in time: DataFrame(ahead, layer_ms, lead_ms, fetch_ms, in_time)."""
-    pairs = [(d, ms) for d in depths for ms in layer_ms]
-    out = [
-        dict(ahead=d, layer_ms=ms, lead_ms=d * ms, fetch_ms=fetch_ms, in_time=tier.in_time(d, ms, fetch_ms))
-        for d, ms in pairs
-    ]
-    return pd.DataFrame(out)
 
 
 def engine(
