@@ -10,7 +10,7 @@ import transformers
 from conftest import passes_interpreted, tiny_config
 
 from dualdeadline import engine, kernels, models
-from dualdeadline.decode import measure, recorded, rows, study
+from dualdeadline.decode import big, measure, recorded, rows, singles, study
 from dualdeadline.decode.cases import Case
 from dualdeadline.energy import meter
 from dualdeadline.engine.driven import Driven
@@ -100,7 +100,8 @@ def test_measured_variants_are_checked_and_recorded(monkeypatch):
     drive = study.with_controls(recorded.Recorded(routes, torch.arange(T) // 2, {"random": torch.rand(T, L, E)}, 1), 0)
     sizes = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=L, num_attention_heads=2, num_key_value_heads=2,
                  num_experts=E, num_experts_per_tok=K, vocab_size=64)
-    monkeypatch.setattr(measure, "CHECKED", 1)
+    for where, name, least in ((measure, "CHECKED", 1), (big, "PROMPT", 1), (singles, "REPEATS", 1), (singles, "COUNTS", (0, 1, 2))):
+        monkeypatch.setattr(where, name, least)
     cases = [Case(E, "raw"), Case(2, "raw", "demand_serial"), Case(2, "raw"), Case(2, "raw", predictor="oracle", budget=(2, 0))]
     monkeypatch.setattr(meter, "STEP_S", 0.001)
     slow = [Case(2, "raw", lanes=1, compiled=False)]

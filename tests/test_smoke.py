@@ -1,7 +1,8 @@
 """The whole study in its smallest size, and the published notebooks checked cell by cell on its data.
 
 Slow (minutes). The cells tagged `nbval-check-output` print what is equal in every profile, so their published
-(pilot) outputs must come out of a smoke run too.
+(pilot) outputs must come out of a smoke run too: every stage's are compared with those of the run itself, and nbval runs
+the short stages once more (`make test MARK=slow`: all).
 """
 
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import nbformat
 import pytest
 
 from dualdeadline import notebook, paths, study
@@ -53,11 +55,25 @@ def test_second_run_skips_every_stage(smoke):
     assert done.returncode == 0 and f"0 of {len(ORDER)} stages ran" in done.stdout, done.stdout
 
 
+def printed(path) -> list[str]:
+    """What each cell tagged for nbval printed."""
+    cells = [cell for cell in nbformat.read(path, 4).cells if "nbval-check-output" in cell.metadata.get("tags", ())]
+    return ["".join(out.text for out in cell.outputs if out.get("name") == "stdout") for cell in cells]
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_tagged_cells_print_what_is_published(smoke, stage):
+    run = os.path.join(smoke[0]["DUALDEADLINE_DATA"], "smoke", "runs", f"{stage}.ipynb")
+    found = printed(notebook.sources()[stage].with_suffix(".ipynb"))
+    assert found and all(found) and printed(run) == found
+
+
 @pytest.fixture(scope="module")
-def checks(smoke, tmp_path_factory):
-    """A running nbval check per stage, two at a time: the other tests leave a core to spare before these end."""
+def checks(smoke, tmp_path_factory, request):
+    """A running nbval check of every stage that is asked for, two at a time: the other tests leave a core to spare."""
+    asked = {item.callspec.params["stage"] for item in request.session.items if "come_out_again" in item.name}
     with ThreadPoolExecutor(2) as pool:
-        yield {stage: pool.submit(check, stage, smoke[0], tmp_path_factory.mktemp(stage)) for stage in ORDER}
+        yield {stage: pool.submit(check, stage, smoke[0], tmp_path_factory.mktemp(stage)) for stage in ORDER if stage in asked}
 
 
 def check(stage, environment, folder):
