@@ -153,6 +153,8 @@ def test_stages_that_share_nothing_run_side_by_side(monkeypatch):
     runs = [study.Run(stage, None, {}, {}, label) for label in ("", "x") for stage in ("a", "b", "c")]
     assert [[run.name for run in group] for group in beside.groups(runs)] == [["a", "b"], ["c"], ["a@x", "b@x"], ["c@x"]]
     assert [[run.name for run in group] for group in beside.groups(runs[1:3])] == [["b"], ["c"]]
+    monkeypatch.setitem(stamp.STAGES, "c", stamp.Stage(beside="a"))
+    assert [[run.name for run in group] for group in beside.groups([runs[0], *runs[2:4], runs[1]])] == [["a", "c", "b"], ["a@x"]]
     meet, ended = threading.Barrier(2, timeout=20), []
 
     def job(name, fail=False):
@@ -165,6 +167,16 @@ def test_stages_that_share_nothing_run_side_by_side(monkeypatch):
     with pytest.raises(ValueError, match="first"):
         beside.run([lambda: job("first", True), lambda: job("second")])
     assert sorted(ended) == ["first", "second"]
+    running, most = [], []
+
+    def counted():
+        running.append(None)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+
+    beside.run([counted] * 5)
+    assert len(most) == 5 and max(most) == 2
 
 
 @pytest.mark.parametrize("arguments, said", [

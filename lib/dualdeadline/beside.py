@@ -15,19 +15,20 @@ from dualdeadline.stamp import STAGES
 
 
 def groups(runs: list) -> list[list]:
-    """Runs in order; a stage that may run beside the one before it is in one group with it."""
+    """Runs in order; a stage that may run beside an earlier one is in one group with it."""
     found: list[list] = []
+    led: dict[tuple[str, str], list] = {}
     for run in runs:
-        beside = STAGES[run.stage].beside if run.stage in STAGES else ""
-        if beside and found and (found[-1][0].stage, found[-1][0].label) == (beside, run.label):
-            found[-1].append(run)
-        else:
-            found.append([run])
+        group = led.get((STAGES[run.stage].beside if run.stage in STAGES else "", run.label))
+        if group is None:
+            group = led[run.stage, run.label] = []
+            found.append(group)
+        group.append(run)
     return found
 
 
 def run(jobs: list[Callable[[], None]]) -> None:
-    """Run the jobs in threads (a single one in this thread) and wait for all; the first error is raised.
+    """Run the jobs in two threads (a single one in this thread) and wait for all; the first error is raised.
 
     Ctrl-C reaches this thread only: the kernels that run for the others are interrupted from here.
     """
@@ -35,7 +36,7 @@ def run(jobs: list[Callable[[], None]]) -> None:
         for job in jobs:
             job()
         return
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(job) for job in jobs]
         try:
             wait(futures)
@@ -48,6 +49,8 @@ def run(jobs: list[Callable[[], None]]) -> None:
 
 def _stop(futures: list, patience_s: float = 20.0) -> None:
     """Interrupt the kernels of this process until its threads have ended, and kill those that do not stop."""
+    for future in futures:
+        future.cancel()
     end = time.monotonic() + patience_s
     while wait(futures, 1.0).not_done:
         for kernel in _kernels():

@@ -26,7 +26,7 @@ class Stage:
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     shows: int = 0  # above 0: shows the results of the stages with a smaller number, and runs after them
-    beside: str = ""  # the stage before it, if the two share nothing, use one core each and may run at the same time
+    beside: str = ""  # an earlier stage, if the two share nothing, use one core each and may run at the same time
 
 
 STAGES = {
@@ -44,6 +44,8 @@ STAGES = {
                         makes=("records/07_overlap.csv",), beside="06_kernels"),
     "08_wire": Stage(reads=("data_manifests/records/0[78]_*", *FITTED, PILOT, *MANIFESTS),
                      makes=("records/08_wire.csv",)),
+    "09_decode": Stage(reads=("data_manifests/records/0[79]_*", "records/07_*", *FITTED, PILOT, *MANIFESTS),
+                       makes=("records/09_decode.csv",), beside="08_wire"),
     "10_tiers": Stage(reads=("records/0[459]_*", "data_manifests/records/09_*", "data_manifests/records/10_*", *FITTED,
                              PILOT, *MANIFESTS, "data_manifests/published_tiers.json"),
                       makes=("records/10_tiers.csv",)),
