@@ -239,6 +239,7 @@ def wire(workspace) -> None:
         guessed.add(name, "block_ms", ms * 1.01, "ms", "simulated", **keys)
     for slots in (16, 32, 48):
         guessed.add("encoded-raw", "simulated_step_time_ratio", 0.8, "ratio", "simulated", 0.75, 0.85, n=12, slots=slots)
+        rows.add("encoded-raw", "step_time_ratio", 0.9, "ratio", "measured", 0.85, 0.95, n=12, slots=slots)
     rows.write()
     guessed.write()
 

@@ -1,5 +1,6 @@
 """The committed paper, README and figures say what the committed records say."""
 
+import dataclasses
 import re
 import shutil
 
@@ -7,7 +8,7 @@ import pytest
 
 import made_up_records
 from dualdeadline import machine, notebook, paths
-from dualdeadline.report import check, latex, paper, readme, stages
+from dualdeadline.report import check, latex, paper, readme, short, stages
 from dualdeadline.report.tables import Subject
 
 PILOT = paths.Workspace("pilot")
@@ -54,6 +55,13 @@ def test_readme_answers_on_its_first_screen():
         word in screen
         for word in ("**Question.**", "begin:answer", "**Data.**", "minutes", "figures/", "begin:headline")
     )
+
+
+def test_the_first_sentence_of_readme_follows_from_its_table():
+    made = short.changes(Subject(PILOT))
+    assert short.pays(made)
+    rows = made.rows.assign(high=made.rows.high.where(made.rows.metric != "deadline_difference_ms", 0.01))
+    assert not short.pays(dataclasses.replace(made, rows=rows))
 
 
 def test_every_generated_table_is_shown():

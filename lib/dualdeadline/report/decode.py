@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dualdeadline.report import text
+from dualdeadline.report import overlap
 from dualdeadline.report.tables import Subject, Table, conditions
 
 STAGE = "09_decode"
+LARGE = "qwen-sizes"  # key of the records of Qwen3.6's sizes
 WORDS = {"demand_serial": "one deadline", "staged_barrier": "two deadlines"}
 
 
@@ -192,6 +193,15 @@ def baselines(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def memory(rows: pd.DataFrame) -> pd.DataFrame:
+    """What was reserved on the device under each limit, and the slots per layer that it gave."""
+    part = rows[rows.metric == "reserved_bytes"]
+    if part.empty:
+        return pd.DataFrame(columns=["limit, GiB"])
+    gib = {"limit, GiB": part["config.limit_bytes"].astype(float) / 2**30, "reserved, GiB": part["median"] / 2**30}
+    return part.assign(**gib, slots=part["config.slots"].astype(int)).set_index("variant")[[*gib, "slots"]]
+
+
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
     """Tokens/s of the fastest variant with so many slots and that guessing."""
     part = steps(rows, "tokens_per_s", warm)
@@ -204,15 +214,17 @@ def hit_rate(rows: pd.DataFrame, slots: int, warm: bool = False) -> float:
     return float(part[(part.slots == slots) & (part.variant == "no prefetch")]["median"].iloc[0])
 
 
-def by_slots(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> str:
-    """A difference or ratio by slots, each with its interval; of several settings the first."""
+def chosen(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> pd.DataFrame:
+    """Rows of a difference or ratio with these settings; `variant` may be one of them."""
     part = steps(rows, metric, warm)
     for name, value in config.items():
         part = part[part[name if name == "variant" else f"config.{name}"] == value]
-    return "; ".join(
-        f"{row.slots} slots {text.value(row.median, row.low, row.high)}"
-        for row in part.sort_values("slots", kind="stable").drop_duplicates("slots").itertuples(index=False)
-    )
+    return part
+
+
+def by_slots(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> str:
+    """A difference or ratio by slots, each with its interval; of several settings the first."""
+    return overlap.by_slots(chosen(rows, metric, warm, **config))
 
 
 def answer(rows: pd.DataFrame) -> str:
@@ -235,6 +247,34 @@ def answer(rows: pd.DataFrame) -> str:
         f"{by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
         f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )
+
+
+def large_answer(rows: pd.DataFrame) -> str:
+    """What was measured at Qwen3.6's sizes, in Markdown."""
+    if rows.empty or not len(steps(rows)):
+        return "Decode steps at Qwen3.6's sizes have not been measured yet; needed: this notebook run on a GPU."
+    counts, raw, coded = sorted(set(steps(rows).slots)), ratios(rows, "raw"), ratios(rows, "coded")
+    cold, warm = (steps(rows, "tokens_per_s", kept) for kept in (False, True))
+    said = ", ".join(_speed_of(rows, count, False) for count in counts[:-1])
+    kept = ", ".join(_speed_of(rows, count, True) for count in sorted(set(warm.slots)))
+    off = errors(rows)["off by, %"].abs()
+    return (
+        f"Tokens/s without prediction at Qwen3.6's sizes, routes {_driven_by(cold)}: slots empty at each prompt "
+        f"{said} of {counts[-1]} slots, {best(rows, counts[-1]):.0f} with everything resident"
+        + (f"; slots that stay warm {kept}" if kept else "")
+        + f". A step takes {raw.min():.2f} to {raw.max():.2f} (raw) and {coded.min():.2f} to {coded.max():.2f} "
+        f"(encoded) times the resident step plus the link time of its bytes ({link_gbps(rows):.1f} GB/s)."
+        + (f" Simulated steps are off by {off.median():.1f} % (median)." if len(off) else "")
+    )
+
+
+def _speed_of(rows: pd.DataFrame, slots: int, warm: bool) -> str:
+    return f"{best(rows, slots, warm=warm):.0f} at {slots} (hit rate {hit_rate(rows, slots, warm):.2f})"
+
+
+def _driven_by(part: pd.DataFrame) -> str:
+    (name,) = set(part["config.routes"])
+    return "synthetic" if name == "synthetic" else f"of {name}, tiled over the layers"
 
 
 def engine_steps(about: Subject) -> Table:

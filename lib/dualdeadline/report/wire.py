@@ -34,9 +34,14 @@ def one_record_gbps(rows: pd.DataFrame) -> float:
     return float(part["median"].max())
 
 
+def step_ratios(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Rows of encoded over raw decode steps, measured (launched by the host) or simulated (one graph)."""
+    return rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw") & (rows.kind == kind)]
+
+
 def ratios(rows: pd.DataFrame, kind: str) -> str:
-    """Ratio of encoded to raw decode steps by slots, measured (launched by the host) or simulated (one graph)."""
-    part = rows[rows.metric.str.endswith("step_time_ratio") & (rows.variant == "encoded-raw") & (rows.kind == kind)]
+    """`step_ratios` by slots."""
+    part = step_ratios(rows, kind)
     return overlap.by_slots(part) if len(part) else "none yet"
 
 
