@@ -130,7 +130,8 @@ def visible(workspace: paths.Workspace, stage: str) -> pd.DataFrame:
         ours = set(zip(own.model, own.scope))
         missing = [key not in ours for key in zip(known.model, known.scope)]
         known = known[(known.kind == "measured") & pd.Series(missing, known.index, dtype=bool)]
-        return pd.concat([known, rows], ignore_index=True) if len(rows) else known  # an empty frame has no types
+        both = [part for part in (known, rows) if len(part)]  # an empty frame has no types
+        return pd.concat(both, ignore_index=True) if both else rows
     return rows
 
 
@@ -141,10 +142,24 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
     (the first of `machines.yaml` that has some). `here=True` takes this machine's rows only. Of a stage that needs
     a GPU the committed measurements count in every workspace, but for scopes that it measured itself.
     """
+    order = (machine.machine_id(), *(() if here else machine.known()))
+    files = tuple(_state(path) for path in (workspace.record_file(stage), paths.RECORDS / f"{stage}.csv"))
+    return _read(workspace, stage, model, order, files).copy()
+
+
+def _state(path) -> tuple:
+    """The path and what changes when its file is written again."""
+    if not path.exists():
+        return (str(path),)
+    status = path.stat()
+    return str(path), status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(64)  # tables and numbers ask for the same rows many times; read again only when a file has changed
+def _read(workspace, stage: str, model: str | None, order: tuple[str, ...], files: tuple) -> pd.DataFrame:
     rows = visible(workspace, stage)
     if model is not None:
         rows = rows[rows.model == model]
-    order = [machine.machine_id()] + ([] if here else list(machine.known()))
     rank = rows.machine.map({name: place for place, name in reversed(list(enumerate(order)))})
     rows = rows[rank.notna()].assign(_rank=rank)
     # a GPU stage may have been measured in parts, on several machines
@@ -155,7 +170,7 @@ def read(workspace: paths.Workspace, stage: str, model: str | None = None, here:
 def spread(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of a records file with config and scope spread into columns `config.<key>` and `scope.<key>`."""
     for column in ("config", "scope"):
-        found = pd.json_normalize(rows[column].map(json.loads).tolist(), max_level=0).set_axis(rows.index)
+        found = pd.DataFrame([json.loads(text) for text in rows[column]], index=rows.index)
         rows = rows.join(found.add_prefix(f"{column}."))
     return rows.reset_index(drop=True)
 
