@@ -35,6 +35,7 @@ setting_s = 20.0  # seconds for the variants of one setting at most
 many_s = 5.0  # the same for settings of several tokens, whose copies take long: fewer samples
 prompts = 12  # prompts whose decode steps are run
 steps_per_prompt = 1  # decode steps of each
+step_shape = ["olmoe", 0]  # sizes of the steps' experts, by name, and the first layers that steps have (0: all)
 repeats = 2  # runs of each step and case
 slots = [16, 32, 48]  # cache slots per layer
 guided = ["random", "gate_ahead", "residual_gate"]  # predictors that guide a prefetch
@@ -203,17 +204,19 @@ report.table(summary, "validation", "relative error of the simulator, in percent
 
 # %%
 recorder = record.Recorder("07_overlap", model, models.revision(model), workspace, {"part": "steps"})
-recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, expert)
+steps_at, step_layers = sizes[step_shape[0]], step_shape[1]
+recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, steps_at.component_bytes,
+                            step_layers)
 plain = [steps.Case(name, size) for size in slots for name in schedule.NAMES]
 ahead = steps.prefetch_cases(slots, guided, horizons, budgets, thresholds)
 cases = plain + ahead
 
 # %%
 if "steps" in parts:
-    stock = windows.StockLayers()
+    stock = windows.StockLayers(num_hidden_layers=recorded.routes.shape[1], num_experts=steps_at.E, intermediate_size=steps_at.F)
     found = windows.windows(stock)
     overlap.add(recorder, overlap.window_rows(found))
-    work = streams.Work(sizes["olmoe"], len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
+    work = streams.Work(steps_at, len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
     cost = overlap.step_cost(work, transfers[True], found)
     measured = recorded.measure(work, cases, repeats, seed)
     overlap.add(recorder, overlap.step_rows(measured, cases, "measured", resamples, seed) + overlap.step_cost_rows(cost))
@@ -221,7 +224,7 @@ if "steps" in parts:
 
 # %%
 rows = record.read(workspace, "07_overlap", model)
-guessed = recorded.simulate(cases, overlap.recorded_step_cost(rows, sizes["olmoe"]))
+guessed = recorded.simulate(cases, overlap.recorded_step_cost(rows, steps_at))
 recorder = record.Recorder("07_overlap", model, models.revision(model), workspace, {"part": "simulated steps"})
 overlap.add(recorder, overlap.step_rows(guessed, cases, "simulated", resamples, seed))
 if ((rows.metric == "prefetch_difference_ms") & (rows.kind == "measured")).any():

@@ -35,6 +35,7 @@ samples = 200  # samples of each variant
 setting_s = 15.0  # seconds for the variants of one shape at most
 prompts = 12  # prompts whose decode steps are run
 steps_per_prompt = 1  # decode steps of each
+step_shape = ["olmoe", 0]  # sizes of the steps' experts, by name, and the first layers that steps have (0: all)
 repeats = 3  # runs of each step and case
 slots = [16, 32, 48]  # cache slots per layer
 guided = ["random", "gate_ahead", "residual_gate"]  # predictors in the file of decode steps (no prefetch here)
@@ -157,10 +158,12 @@ if "blocks" in parts:
 # %%
 chosen = overlap.wired.cases(slots, ["demand_pipelined", "component_priority"])
 expert = sizes["olmoe"].component_bytes
-recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, expert)
+steps_at, step_layers = sizes[step_shape[0]], step_shape[1]
+recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, steps_at.component_bytes,
+                            step_layers)
 if "steps" in parts:
-    stock = windows.StockLayers()
-    work = streams.Work(sizes["olmoe"], len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
+    stock = windows.StockLayers(num_hidden_layers=recorded.routes.shape[1], num_experts=steps_at.E, intermediate_size=steps_at.F)
+    work = streams.Work(steps_at, len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)
     overlap.wired.pack_for(recorded, work, chosen, bits)
     measured = recorded.measure(work, chosen, repeats, seed)
     found = overlap.wired.step_rows(measured, chosen, "measured", resamples, seed)
@@ -170,7 +173,7 @@ if "steps" in parts:
 rows = record.read(workspace, "08_wire", model)
 assert (rows.metric == "block_ms").any(), f"no measured blocks for {model}; needed: this notebook run on a GPU"
 link = record.read(workspace, "07_overlap", model)
-guessed = overlap.wired.simulate_steps(recorded, chosen, rows, link, sizes["olmoe"])
+guessed = overlap.wired.simulate_steps(recorded, chosen, rows, link, steps_at)
 found = overlap.wired.resimulate(rows, [sizes[name] for name in shapes], ready, layers, seed)
 found += overlap.wired.step_rows(guessed, chosen, "simulated", resamples, seed)
 overlap.record_parts("08_wire", model, workspace, [("simulated", found)])

@@ -25,7 +25,7 @@ profile = "pilot"  # name of a file in notebooks/profiles
 model = "pilot-olmoe"  # key in data_manifests/models.yaml; its tokens are compared, its routes drive the model of real size
 corpus = "pilot"  # prompt set
 split = "test"  # split for which notebook 03 wrote scores
-measure = ["steps", "map", "energy", "control", "baselines"]  # what to measure where a GPU is; others' records are shown
+measure = ["steps", "map", "energy", "control", "baselines", "vram", "qwen"]  # what to measure where a GPU is; others' records are shown
 certified = 2  # prompts whose tokens and logits are compared bit by bit
 prompt_tokens = 32  # of each, its last ones
 new_tokens = 8  # generated for that comparison
@@ -36,16 +36,17 @@ guesses = [  # scores (recorded, or controls), gate/up and down components ahead
     ["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7],
     ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
 warm_guesses = [["residual_gate", 2, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
-map_slots = [32]  # slots of the map of links and layers
-map_lanes = [2, 4]  # programs of a fetch there: fewer emulate a slower link
+map_of = {"slots": [32], "lanes": [2, 4], "prompts": 2}  # the map of links and layers; fewer programs of a fetch emulate slower links
 map_guesses = [["residual_gate", 2, 0, 0.7]]  # as guesses
-map_prompts = 2  # prompts of the map
 chosen = [32, "residual_gate", 2, 0, 0.7]  # slots and guesses whose energy is compared
 energy_seconds = 60  # of each of the two compared
 control_guesses = [["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7]]  # under the live control
 break_evens = [0.8]  # precision that the control asks for
 horizon = 1  # layers ahead
-sizes = {}  # of the measured model, where they are not OLMoE-1B-7B's (fields of its config)
+sizes = {"shape": "olmoe"}  # of the measured model: olmoe or qwen, layers whose experts are alike (alike), fields of its config
+qwen = {"routes": "", "labels": ["gate_ahead"], "slots": [64, 128, 192], "hits": [0.66, 0.86, 0.96], "prompts": 3,  # at its sizes
+    "steps": 96, "guesses": [["random", 2, 0, 0.0], ["oracle", 2, 0, 0.7]], "warm": [128], "plain": [128], "alike": 8}
+vram = {"limits": ["6GiB", "10GiB"], "context": 512, "new_tokens": 64}  # memory limits, tokens they must do for and that are generated
 baseline_steps = 24  # decode steps of each baseline
 compile = True  # also compile the stock code around the experts
 resamples = 2000  # bootstrap resamples
@@ -57,9 +58,10 @@ from IPython.display import Markdown
 from matplotlib import pyplot as plt
 
 import dualdeadline
-from dualdeadline import models, overlap, paths, record, report
-from dualdeadline.decode import baselines, cases, certificate, recorded, simulated, study
+from dualdeadline import models, overlap, paths, record, report, streams
+from dualdeadline.decode import baselines, cases, certificate, memory, recorded, routes, simulated, stopped, study
 from dualdeadline.report import decode as shown
+from dualdeadline.report import decode_large
 
 # %%
 workspace = paths.Workspace(profile)
@@ -73,8 +75,9 @@ report.style()
 # %%
 labels = sorted({name for name, *_ in guesses + warm_guesses + map_guesses} - {"oracle", "shuffled"})
 drive = study.with_controls(recorded.load(workspace, model, corpus, split, labels, horizon, prompts, seed), seed)
-variants = cases.all_cases(slots, drive.E, guesses, warm_guesses)
-wide = cases.map_cases(map_slots, drive.E, map_lanes, map_guesses)
+kept_warm = slots if drive.E <= 64 else slots[1:2]  # each such variant has slots of its own, for which memory must do
+variants = cases.all_cases(slots, drive.E, guesses, warm_guesses, kept_warm)
+wide = cases.map_cases(map_of["slots"], drive.E, map_of["lanes"], map_guesses)
 picked = cases.guess(cases.Case(chosen[0]), *chosen[1:])
 ids = [list(row)[-prompt_tokens:] for row in drive.ids[:certified]]
 
@@ -129,7 +132,7 @@ if "steps" in parts:
     wide = wide if "map" in parts else []
     group = study.build(drive, variants + wide, seed, compile, **sizes)
     seconds = energy_seconds if "energy" in parts else 0
-    found = study.measured(group, drive, resamples, seed, wide, map_prompts, picked, seconds)
+    found = study.measured(group, drive, resamples, seed, wide, map_of["prompts"], picked, seconds)
     overlap.record_parts("09_decode", model, workspace, found)
     del group
 
@@ -143,6 +146,10 @@ if "control" in parts:
 if "baselines" in parts:
     overlap.record_parts("09_decode", model, workspace, baselines.stock(baseline_steps, seed, **sizes))
     overlap.record_parts("09_decode", model, workspace, baselines.accelerate(2, seed, **sizes))
+
+# %%
+if "vram" in parts:
+    overlap.record_parts("09_decode", model, workspace, memory.rows(**vram, seed=seed, **sizes))
 
 # %%
 rows = record.read(workspace, "09_decode", model)
@@ -187,9 +194,11 @@ report.table(shown.floors(rows), "floors", "steps without prefetch", workspace, 
 # From single look-ups, fetches, decodes and kernels and the resident step, nothing of it fitted to whole steps.
 
 # %%
-if not sizes:  # costs are recorded for OLMoE's sizes
-    costs = simulated.cost(workspace, model, shown.resident_ms(rows), drive.routes.shape[1])
-    guessed = simulated.rows(drive, variants, costs, shown.stored(rows, "coded"), resamples, seed)
+experts = {one.name: one for one in (streams.OLMOE, streams.QWEN)}
+shape = experts[sizes["shape"]]
+if set(sizes) <= {"shape", "alike"}:  # costs are recorded for the shapes' own sizes
+    costs = simulated.cost(workspace, model, shown.resident_ms(rows), drive.routes.shape[1], shape)
+    guessed = simulated.rows(drive, variants, costs, shown.stored(rows, "coded"), resamples, seed, shape)
     overlap.record_parts("09_decode", model, workspace, [("simulated", guessed)])
     rows = record.read(workspace, "09_decode", model)
 
@@ -223,14 +232,78 @@ report.table(shown.energy(rows), "energy", "idle power included", workspace, dig
 report.table(shown.prefetches(rows), "prefetch", "ms per step, negative is faster", workspace, digits=3)
 
 # %% [markdown]
-# Wrong guesses are stopped by a live control: it lets guesses pass while the share of useful ones among those that have settled is above a
-# break-even. A component that was guessed at random is often used later, long after the token it was fetched for, and counts as useful
-# then, so half is not enough to ask for; the engine asks for 0.8. Measured in a run of its own.
+# Wrong guesses are stopped by a live control: it lets guesses pass while the share of those that the very next look-up of their layer asks
+# for is above a break-even. What becomes of them later does not count: many a random guess is used long after the token it was fetched for,
+# and a wrong one is evicted later still. Stopped, it tries again after pauses that double. The engine asks for 0.8. Replayed over the
+# same routes by the rules that the kernels follow (0: never stopped), and measured in a run of its own.
+
+# %%
+found = stopped.rows(drive, slots[-1:], control_guesses, [0.0, *break_evens], 2, resamples, seed)
+overlap.record_parts("09_decode", model, workspace, [("stopped", found)] if found else [])
+rows = record.read(workspace, "09_decode", model)
+
+# %% tags=["table"]
+report.table(shown.stopped(rows), "stopped", "guesses under the live control, replayed", workspace, digits=3)
 
 # %% tags=["table"]
 lines = shown.control(rows)
 said = Markdown("Not measured with the present break-even yet.")
 report.table(lines, "control", "step with guesses over the step without", workspace, digits=3) if len(lines) else said
+
+# %% [markdown]
+# ## A limit on memory
+#
+# `offload(model, vram="6GiB")` takes as many slots as the limit leaves, at the context it is told. Reserved is what torch's allocator took
+# from the device at most, from `offload()` through `generate()`; tokens are those of the model with all experts in slots.
+
+# %% tags=["table"]
+lines = shown.memory(rows)
+held = lines[lines["limit, GiB"] > 0] if len(lines) else lines
+assert not len(held) or (held["reserved, GiB"] <= held["limit, GiB"]).all()
+report.table(lines, "vram", "memory under a limit", workspace, digits=2) if len(lines) else Markdown("Not measured yet.")
+
+# %% [markdown]
+# ## At Qwen3.6's sizes
+#
+# The same engine around transformers' `Qwen3_5MoeForCausalLM` with the text sizes of Qwen3.6-35B-A3B: 40 layers, three with linear
+# attention to one with full, 256 experts of width 512, eight routed and one shared, random weights. So that host memory holds them raw and
+# encoded, layer i has the experts of layer i modulo 8; slots are each layer's own. Routes are either a small model's recorded ones, tiled
+# (the next eight layers take the steps of the same prompt some steps later, so that transitions inside eight layers are recorded ones and
+# nothing is guessed between), or synthetic: drawn so that an LRU cache hits as often as the parameters say. Then `random` and `oracle` are
+# the only guesses there are. The recorded rows say which: *routes*. Of the parameter `qwen`: *warm* slots are also kept from prompt to
+# prompt, *plain* ones also measured with the stock code not compiled.
+
+# %%
+if "qwen" in parts:
+    told = dict(profile=profile, model=qwen["routes"], corpus=corpus, split=split, labels=qwen["labels"], horizon=horizon)
+    told |= {"prompts": qwen["prompts"]}
+    drawn = dict(hits=dict(zip(qwen["slots"], qwen["hits"])), prompts=qwen["prompts"], steps=qwen["steps"])
+    large = routes.driving(told if qwen["routes"] else None, drawn, seed, L=40, E=256, K=8)
+    own, wide = cases.all_cases(qwen["slots"], 256, qwen["guesses"], [], qwen["warm"]), cases.plain_cases(qwen["plain"], 256)
+    group = study.build(large, own + wide, seed, compile, shape="qwen", alike=qwen["alike"])
+    driven_by = {"routes": qwen["routes"] or "synthetic"}
+    found = study.named(study.measured(group, large, resamples, seed, wide, qwen["prompts"]), **driven_by)
+    overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
+    del group
+
+# %%
+large_rows = record.read(workspace, "09_decode", decode_large.MODEL)
+if "qwen" in parts:
+    costs = simulated.cost(workspace, decode_large.MODEL, shown.resident_ms(large_rows), 40, experts["qwen"], model)
+    guessed = simulated.rows(large, own, costs, shown.stored(large_rows, "coded"), resamples, seed, experts["qwen"])
+    found = study.named([("simulated", guessed)], **driven_by)
+    overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
+    large_rows = record.read(workspace, "09_decode", decode_large.MODEL)
+
+# %%
+Markdown(decode_large.answer(large_rows))
+
+# %% tags=["table"]
+missing = Markdown("Not measured yet.")
+report.table(shown.floors(large_rows), "floors_large", "steps at Qwen3.6's sizes", workspace, digits=3) if len(large_rows) else missing
+
+# %% tags=["table"]
+report.table(shown.speeds(large_rows), "speeds_large", "tokens/s by slots of 256", workspace, digits=0) if len(large_rows) else missing
 
 # %% [markdown]
 # ## What could be installed instead
@@ -244,6 +317,6 @@ Markdown(shown.answer(rows))
 # %% [markdown]
 # ## Limits
 #
-# Random weights under another model's routes: speed, not text. Slots start empty at each prompt, as in the replays; a server that keeps
-# them between prompts hits more (the warm rows). One H200 and its link. Steps are timed without sampling and stopping criteria, which
-# `generate()` adds.
+# Random weights under another model's routes (at Qwen3.6's sizes possibly no model's): speed, not text. Slots start empty at each prompt,
+# as in the replays; a server that keeps them between prompts hits more (the warm rows). One H200 and its link. Steps are timed without
+# sampling and stopping criteria, which `generate()` adds.

@@ -39,12 +39,12 @@ guesses = [["residual_gate", 0.5], ["next_token", 0.3]]  # label of notebook 03,
 horizons = [1, 2, 3]  # layers ahead
 ahead_slots = [16, 32]  # host slots per layer where reads go ahead
 pauses_ms = [0.1, 3.0]  # for a layer's other work: of a captured step on a GPU, of this model on two cores
-ahead_size = [6, 7, 3]  # layers of the model, tokens of each prompt, those of them that are not timed
-late = [48, 22]  # host slots and tokens of one prompt where reads come too late: warm slots, the shortest pause
+ahead_size = [5, 6, 3]  # layers of the model, tokens of each prompt, those of them that are not timed
+late = [48, 20]  # host slots and tokens of one prompt where reads come too late: warm slots, the shortest pause
 ahead_prompts = [2, 6]  # of validation, which choose a setting, and of the test that judges it
 remote_rows = [1, 8, 32]  # of a request to the worker
 remote_samples = 3  # of each size and link
-hosted = [16, 5, 4]  # slots per layer, steps that are taken apart, tokens whose logits are compared bit by bit
+hosted = [16, 5, 3]  # slots per layer, steps that are taken apart, tokens whose logits are compared bit by bit
 captured = [32, "residual_gate", 2, 0, 0.7]  # slots and guesses of the steps in graphs that are taken apart
 captured_steps = 20  # of each
 sizes = {}  # of the captured model, where they are not OLMoE-1B-7B's (fields of its config)
@@ -270,7 +270,8 @@ Markdown(f"Energy of the chosen way over one deadline without guesses: {joules.r
 
 # %%
 if "peer" in measure:
-    overlap.record_parts("10_tiers", model, workspace, study.peers(50, seed))
+    told = dict(samples=50, resamples=resamples, seed=seed)
+    overlap.record_parts("10_tiers", model, workspace, study.peers(workspace, model, drive if gpu else None, slots, **told))
 Markdown(said.peers(shown.every(workspace, model)))
 
 # %% [markdown]

@@ -323,7 +323,9 @@ def cold_values(place: int, slots: int) -> dict[str, float]:
         "misses": misses,
         "disk_gbps": 1.7,
         "disk_share": speed / 1.7,
-        "speedup": float(place),
+        "loop_share": speed / 1.6,
+        "times_serial": float(place),
+        "times_parallel": place / 2,
     }
 
 
@@ -332,6 +334,43 @@ def ahead_values(pause: float, slots: int, ahead: int) -> dict[str, float]:
     read, disk = 2.0, (64 - slots) / 2
     found = {"ms": 8 * pause + disk / (1 + (ahead == 1)), "hit_rate": slots / 64, "read_ms": read, "bound_ms": max(8 * pause, disk / 2)}
     return found | {"lead_ms": ahead * (1.0 + pause), "useful": 2.0 * ahead, "wasted": 0.5 * ahead, "late": 0.0}
+
+
+def confirmation(workspace, gap=0.05) -> None:
+    """Stage 11 of the second model; `gap` is every difference of our predictor from a rival."""
+    rows = record.Recorder("11_confirmation", "pilot-qwen", "made-up", workspace, {"part": "made up"})
+    told = {"corpus": "pilot", "split": "test"}
+    for place, name in enumerate(("popularity", "previous_token", "probe", "gate_ahead", "shared_mlp", "residual_gate"), 1):
+        for budget in (1, 2, 4, 6, 8, 16):
+            middle = place * budget / 100
+            ends = middle - 0.01, middle + 0.01
+            rows.add(name, "recall", middle, "share", "replayed", *ends, n=16, horizon=1, budget=budget, **told)
+        for part in ("monolithic", "staged"):
+            rows.add(name, "stall_ms", 0.6, "ms", "replayed", 0.5, 0.7, n=16, budget=4, schedule=part, **told)
+        rows.add(name, "stall_difference_ms", -gap, "ms", "replayed", -gap - 0.01, -gap + 0.01, n=16, budget=4, **told)
+    for corpus, split in (("pilot", "test"), ("replication", "all")):
+        for other, horizon in itertools.product(("popularity", "gate_ahead", "shared_mlp"), (1, 2, 3)):
+            keys = {"horizon": horizon, "budget": 4, "corpus": corpus, "split": split}
+            ends = gap, gap - 0.01, gap + 0.01
+            if horizon == 1:
+                rows.add(f"residual_gate-{other}", "recall_difference", ends[0], "share", "replayed", *ends[1:], n=16, **keys)
+            if other != "popularity":
+                many = {"n": 16, "slots": 128, **keys}
+                rows.add(f"residual_gate-{other}", "miss_recall_difference", ends[0], "share", "replayed", *ends[1:], **many)
+    for policy, slots, start in itertools.product(("lru", "lfu", "predicted", "belady"), (64, 128, 192), ("cold", "warm")):
+        rows.add(policy, "hit_rate", slots / 256, "share", "replayed", 0.1, 0.9, n=16, slots=slots, start=start, **told)
+    for name in ("shared_mlp", "gate_ahead", "residual_gate"):
+        rows.add(name, "kernel_difference", 1e-6, "1", "measured", 1e-6, 1e-6, n=14, where="interpreter")
+        rows.add(name, "kernel_pairs_share", 0.25, "share", "measured", n=56, where="interpreter")
+    for number, place in enumerate(("first", "middle", "last"), 1):
+        keys = {"place": place, "layer": number, "budget": 4}
+        for name in (*schedule.NAMES, "nothing_ahead"):
+            rows.add(name, "block_ms", 0.7, "ms", "simulated", 0.6, 0.8, n=16, **keys)
+            for base in {"demand_serial", "nothing_ahead"} - {name}:
+                rows.add(f"{name}-{base}", "block_change", -0.1 * number, "share", "simulated", -0.4, 0.1, n=16, **keys)
+    rows.add("all", "deviations", 1, "1", "measured")
+    rows.add("checked_share", "deviation", 1, "1", "measured", part="choice", protocol="1.0", run="0.25")
+    rows.write()
 
 
 def runs(workspace) -> None:

@@ -89,7 +89,7 @@ def test_a_read_whose_submission_was_interrupted_holds_up_no_other(model, tmp_pa
     reader._news = news
     later = [submit(expert, urgent=False) for expert in (1, 2)]
     for read in later:
-        read.future.result(timeout=20)
+        read.result(20)
     assert reader.counts["reads"] == 3
     reader.close()
 
@@ -103,13 +103,13 @@ def test_a_cancelled_read_is_dropped_by_whoever_takes_it(model, tmp_path):
 
     reader, submit = reads(tmp_path, model, depth=1, read=waits)
     first, guess, last = submit(0), submit(1, urgent=False), submit(2)
-    while not first.future.running():
+    while not first.begun:
         time.sleep(0.001)
     assert not reader.cancel(first) and reader.cancel(guess)
     gate.set()
-    last.future.result(timeout=20)
-    first.future.result(timeout=20)
-    assert guess.future.cancelled() and reader.counts["reads"] == 2
+    last.result(20)
+    first.result(20)
+    assert guess.cancelled and reader.counts["reads"] == 2
     reader.close()
 
 

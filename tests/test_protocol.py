@@ -43,6 +43,11 @@ HYPOTHESIS = mapping(
     test=TEST,
     stage={"type": "string", "pattern": r"^\d\d_[a-z_]+$"},
 )
+# the model's own corpora go by one word, and the test says what is estimated
+TARGET = mapping(**{key: value for key, value in HYPOTHESIS["properties"].items() if key != "estimand"})
+TARGET["properties"]["test"] = mapping(
+    **TEST["properties"] | {"config": {"type": "object", "additionalProperties": {"type": ["array", "string"], "minLength": 7}}}
+)
 AMENDMENT = mapping(date=DATE, results_seen={"type": "boolean"}, what=TEXT, why=TEXT)
 SCHEMA = mapping(
     title=TEXT,
@@ -91,6 +96,16 @@ SCHEMA = mapping(
         seeds=COUNTS,
     ),
     hypotheses=mapping(**{f"H{number}": HYPOTHESIS for number in range(1, 8)}),
+    confirmation=mapping(
+        fixed=DATE,
+        results_seen={"const": False},
+        **dict.fromkeys(("seen_before", "question", "shared_expert", "splits"), TEXT),
+        parameters={"type": "object", "minProperties": 1, "additionalProperties": {"type": "object", "minProperties": 1}},
+        choices={"type": "object", "minProperties": 1},
+        targets={"type": "object", "minProperties": 1, "additionalProperties": TARGET},
+        allowed=TEXTS,
+        forbidden=TEXTS,
+    ),
     claims=mapping(allowed=TEXTS, forbidden=TEXTS),
     amendments={"type": "array", "items": AMENDMENT},
 )
@@ -110,6 +125,8 @@ def test_protocol_has_every_field_and_no_other():
             {"date": "2026-12-01", "what": "more prompts", "why": "wide intervals"}
         ),
         lambda p: p["hypotheses"]["H4"]["test"].update(direction="smaller"),
+        lambda p: p["confirmation"].update(results_seen=True),
+        lambda p: p["confirmation"]["targets"]["C2"].pop("support"),
         lambda p: p.update(fixed="30 November"),
     ],
 )
@@ -141,12 +158,12 @@ def test_prediction_is_tested_against_every_baseline_at_every_horizon_ahead():
 
 
 def keys(node) -> set[str]:
-    """Every field name below a node, except the free ones: corpora, sources and config keys."""
+    """Every field name below a node, except the free ones: corpora, sources, config keys, what a notebook explains."""
     if not isinstance(node, dict):
         return set()
     found = set(node)
     for name, value in node.items():
-        found |= set() if name in ("corpora", "config") else keys(value)
+        found |= set() if name in ("corpora", "config", "parameters", "choices") else keys(value)
     return found
 
 
@@ -160,7 +177,7 @@ def explained() -> set[str]:
 def test_every_field_of_a_manifest_is_explained(name):
     found = manifest.read_yaml(name)
     fields = keys(found) if name == "protocol.yaml" else set().union(*map(keys, found.values()))
-    ids = {f"H{number}" for number in range(1, 8)} | {"slots", "min", "max", "temperature", "top_p"}
+    ids = {f"{letter}{number}" for letter in "CH" for number in range(1, 8)} | {"slots", "min", "max", "temperature", "top_p"}
     assert fields - ids - explained() == set()
 
 

@@ -1,15 +1,17 @@
 """Remote experts: the same bits as the resident run, or an error with a name; never a wrong number."""
 
+import _thread
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 import transformers
-from conftest import tiny_config
+from conftest import interpreted_python, tiny_config
 from test_engine import build, run, same, text
 
 from dualdeadline import engine
@@ -230,6 +232,53 @@ def test_a_slow_worker_is_asked_again_and_a_late_answer_is_not_taken(workers, to
     found = client.experts(0, x, ids, weights, [0, 1, 2])
     assert torch.equal(torch.cat(list(found.values())), compute(0, x, ids, weights, [0, 1, 2]))
     assert client.counts["retries"] >= 1 and len(calls) >= 2
+
+
+def test_an_interrupted_wait_gives_its_request_up_and_leaves_no_answer_to_the_next(workers, token):
+    """Ctrl-C while a worker that does not answer is waited for: at once, not after the timeout; then the same bits."""
+    model, ids = build(), text()
+    wanted = run(model, ids)
+    held, gate, asked = Held.of_model(build()), threading.Event(), []
+    compute = held.compute
+
+    def stuck(*args):
+        asked.append(len(asked))
+        if len(asked) == 5:
+            threading.Timer(0.2, _thread.interrupt_main).start()
+            gate.wait(30)
+        return compute(*args)
+
+    held.compute = stuck
+    far(model, workers(held), token)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(model, ids)
+    assert time.monotonic() - begun < 10 and model.dualdeadline.store.client.timeout_s == 60
+    gate.set()
+    same(run(model, ids), wanted)
+    assert model.dualdeadline.stats()["remote"].get("retries", 0) == 0 and not model.dualdeadline.store.client.given_up
+    model.dualdeadline.remove()
+
+
+@pytest.mark.parametrize("step", ["send", "receive", "unpack"])
+def test_a_request_that_is_interrupted_anywhere_drops_its_connection(workers, token, monkeypatch, step):
+    held = Held.synthetic([(32, 16, 4)], torch.float32)
+    client = Client(address(workers(held)), token)
+    real = getattr(frames, step)
+
+    def interrupted(*args):
+        if threading.current_thread() is not threading.main_thread():  # the worker
+            return real(*args)
+        if step == "send":
+            real(args[0], args[1][:1])  # half of a frame is away
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.ping()
+    assert client.connection is None and not client.asking
+    assert client.ping() > 0 and client.counts["retries"] == 0
 
 
 def test_a_worker_that_dies_and_never_comes_back_is_named(workers, token):
@@ -528,20 +577,53 @@ def test_two_processes_of_which_one_is_killed_in_the_middle_of_a_token(tiny_chec
             process.wait()
 
 
-def test_peer_copies_need_two_gpus_and_have_the_form_of_the_cost_model():
-    import pandas as pd
+PEER_TINY = """
+import torch
+from dualdeadline.kernels import fetch
+from dualdeadline.remote import peer
+from dualdeadline.streams import Shape
+found = peer.copies(Shape("tiny", 16, 8, 4), (1, 3), 3, "cpu", "cpu", 4096)
+assert found.groupby("way").size().to_dict() == {peer.ENGINE: 6, peer.KERNEL: 6}, found
+real = fetch.fetch
+fetch.fetch = lambda away, slots, wanted, places, count: real(away, slots, wanted.flip(0), places, count)
+try:
+    peer.copies(Shape("tiny", 16, 8, 4), (3,), 3, "cpu", "cpu", 4096)
+except AssertionError as error:
+    assert "arrived changed" in str(error)
+else:
+    raise SystemExit("wrong rows were taken")
+"""
 
+
+def test_peer_copies_between_two_devices_that_are_both_cpus():
     from dualdeadline.remote import peer
+    from dualdeadline.streams import Shape
 
     if torch.cuda.device_count() < 2:
         with pytest.raises(RuntimeError, match="GPUs are visible.*needed: two"):
             peer.copies()
-    found = pd.DataFrame({"size_bytes": [4 * 2**20, 8 * 2**20, 12 * 2**20], "alone_ms": [0.03, 0.05, 0.07],
-                          "behind_ms": [0.02, 0.04, 0.06], "n": 5, "direct": True})
-    line = peer.model(found)
-    assert line.ms(16 * 2**20) == pytest.approx(0.08) and line.intercept_ms == pytest.approx(0, abs=1e-9)
+    found = peer.copies(Shape("tiny", 64, 32, 8), (1, 4), 20, "cpu", "cpu", 2**20)
+    assert list(found.part) == ["down"] * 2 + ["gate_up"] * 2 + ["expert"] * 2 and (found.ms > 0).all()
+    assert set(found.way) == {peer.ENGINE} and found.size_bytes.tolist() == [4096] * 2 + [8192] * 2 + [12288] * 2
     rows = peer.records(found)
-    assert len(rows) == 12 and rows[3]["median"] == pytest.approx(4 * 2**20 / 0.02 / 1e6)
+    assert len(rows) == 12 and rows[3]["median"] == pytest.approx(4 * 4096 / found.ms[1] / 1e6)
+    done = interpreted_python("-c", PEER_TINY)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_peer_lines_are_those_of_pieces_behind_one_another():
+    import pandas as pd
+
+    from dualdeadline.remote import peer
+
+    found = pd.DataFrame([dict(way=way, part="x", size_bytes=mib * 2**20, depth=depth, ms=0.5 + depth * mib * slope)
+                          for way, slope in ((peer.ENGINE, 0.005), (peer.KERNEL, 0.01))
+                          for mib in (4, 8, 12) for depth in (1, 4, 8)])
+    lines = peer.lines(found)
+    assert lines[peer.ENGINE].ms(16 * 2**20) == pytest.approx(0.08)  # what a train costs once is not in it
+    assert lines[peer.KERNEL].ms(16 * 2**20) == pytest.approx(0.16) and lines[peer.KERNEL].intercept_ms < 1e-9
+    with pytest.raises(ValueError, match="needed: two different ones of each size"):
+        peer.lines(found[found.depth == 4])
 
 
 def test_round_trips_over_every_link(monkeypatch):

@@ -86,7 +86,7 @@ def test_figure_says_kind_model_and_count(workspace):
 def test_figure_without_records_or_stage_is_refused(workspace):
     fig = plt.figure()
     with pytest.raises(ValueError, match="write the records first"):
-        report.save(fig, "11_nothing", workspace)
+        report.save(fig, "91_nothing", workspace)
     with pytest.raises(ValueError, match="stage number and subject"):
         report.save(fig, "recall", workspace)
     plt.close(fig)
@@ -172,8 +172,8 @@ def test_hypothesis_without_all_its_rows_is_open(workspace):
 
 
 def test_missing_stage_is_named(workspace):
-    with pytest.raises(FileNotFoundError, match="notebook 11_confirmation makes it"):
-        report.rows_of(workspace, "11_confirmation", "block_ms")
+    with pytest.raises(FileNotFoundError, match="notebook 91_missing makes it"):
+        report.rows_of(workspace, "91_missing", "block_ms")
     with pytest.raises(ValueError, match="no rows with metric 'nothing'"):
         report.rows_of(workspace, "04_evaluation", "nothing")
     with pytest.raises(ValueError, match="no row has config key 'colour'"):

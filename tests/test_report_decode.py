@@ -4,7 +4,7 @@ import made_up_records
 import pytest
 
 from dualdeadline import record
-from dualdeadline.report import decode
+from dualdeadline.report import decode, decode_large
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +47,18 @@ def test_simulated_steps_are_compared_with_measured_ones_of_the_same_case(rows):
 def test_without_measured_rows_the_answer_says_what_is_needed(rows):
     assert "needed: this notebook run on a GPU" in decode.answer(rows[rows.metric == "nothing"])
     assert "of 64 slots" in decode.answer(rows)
+
+
+def test_the_larger_sizes_are_told_with_what_drove_them(rows):
+    assert "not been measured yet" in decode_large.answer(rows[rows.metric == "nothing"])
+    for name, said in (("synthetic", "routes synthetic"), ("pilot-qwen", "routes of pilot-qwen, tiled over the layers")):
+        text = decode_large.answer(rows.assign(**{"config.routes": name}))
+        assert said in text and "at 32 (hit rate 0.50)" in text
+        assert "slots that stay warm" in text
+
+
+def test_memory_under_a_limit_stands_beside_it(rows):
+    assert decode.memory(rows).empty
+    one = rows.iloc[:1].assign(metric="reserved_bytes", variant="within 6GiB", median=5 * 2**30)
+    found = decode.memory(one.assign(**{"config.limit_bytes": 6 * 2**30, "config.slots": 20}))
+    assert found.loc["within 6GiB"].tolist() == [6.0, 5.0, 20]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import passes_interpreted
 from dualdeadline import cache, kernels, wire
+from dualdeadline.cache import live
 from dualdeadline.cache import slots as rules
 from dualdeadline.cache.slots import Ahead, Found, SlotTables
 from dualdeadline.kernels import slots as device
@@ -27,12 +28,29 @@ def test_in_the_interpreter():
     assert "skipped" not in passes_interpreted(__file__, "-k", "kernel_")
 
 
+@outside
+def test_kernels_compile_without_a_gpu():
+    """The interpreter takes programs that the compiler refuses."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    common = dict(K=8, M=8, E=256, C=192, PAIRS=8, SLOTS=256, RULES=device.RULES)
+    admits = common | dict(ROOM=2, L=40, LAYERS=128, LISTED=8)
+    types = {"values_ptr": "*fp32", "control_ptr": "*fp32", "threshold": "fp32", "counters_ptr": "*i64",
+             "settled_ptr": "*i64"}
+    for kernel, constants in ((device.lookup_kernel, common), (device.admit_kernel, admits)):
+        plain = {name: types.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+        signature = {name: "constexpr" if name in constants else kind for name, kind in plain.items()}
+        built = compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+        assert len(built.asm["cubin"]) > 1000
+
+
 class Bank:
     """One bank as a dictionary of experts; says nothing about how tables store it."""
 
     def __init__(self, slots):
-        self.free, self.home, self.when, self.guesses = list(range(slots)), {}, {}, set()
-        self.events = dict.fromkeys(rules.EVENTS, 0)
+        self.free, self.home, self.when, self.guesses, self.open = list(range(slots)), {}, {}, set(), set()
+        self.events = dict.fromkeys(live.EVENTS, 0)
 
     def place(self, expert, now, spare):
         """Slot for an expert, of the free ones or from an expert that is not spared; None if there is none."""
@@ -45,7 +63,9 @@ class Bank:
             _, slot, loser = losers[0]
             del self.home[loser]
             self.events["wasted"] += loser in self.guesses
+            self.events["late"] += loser in self.open
             self.guesses.discard(loser)
+            self.open.discard(loser)
         self.home[expert], self.when[expert] = slot, now
         return slot
 
@@ -67,7 +87,10 @@ class Model:
                 bank.when[expert] = self.now[layer]
             bank.events["hits"] += len(hits)
             bank.events["useful"] += len(hits & bank.guesses)
+            bank.events["in_time"] += len(hits & bank.open)
+            bank.events["late"] += len(bank.open - hits)
             bank.guesses -= hits
+            bank.open = set()
             for expert in asked:
                 if expert not in seen | hits:
                     fetched.append((expert, bank.place(expert, self.now[layer], set(asked))))
@@ -95,6 +118,7 @@ class Model:
                     slot = bank.place(expert, self.now[layer], set(best))
                     if slot is not None:
                         bank.guesses.add(expert)
+                        bank.open.add(expert)
                         taken.append((expert, slot))
             bank.events["fetched_ahead"] += len(taken)
             out.append(taken)
@@ -117,9 +141,10 @@ def agree(tables, model):
         assert len(bank.free) + len(slots) == tables.slots[c] and not set(bank.free) & set(slots)
         for expert, slot in bank.home.items():
             assert tables.used[layer, c, slot] == bank.when[expert]
-            assert tables.guessed[layer, c, slot] == (expert in bank.guesses)
+            wanted = 0 if expert not in bank.guesses else 1 if expert in bank.open else 2
+            assert tables.guessed[layer, c, slot] == wanted
     assert tables.clock.tolist() == [[now, now] for now in model.now.values()]
-    for event in rules.EVENTS:
+    for event in live.EVENTS:
         for c, name in enumerate(rules.NAMES):
             wanted = sum(bank.events[event] for (_, own), bank in model.banks.items() if own == c)
             assert tables.counts()[f"{event}_{name}"] == wanted
@@ -209,7 +234,7 @@ def test_surplus_misses_are_no_accesses_where_they_are_allowed():
     ("expert_of", (0, 1, 2), 6, "expert_of of layer 0, down"),
     ("used", (1, 1, 0), 2, "used of layer 1, down, .*needed: 0 to the clock, 1"),
     ("guessed", (1, 1, 3), 1, "guessed of layer 1, down, .*where an expert lies"),
-    ("guessed", (1, 0, 0), 2, "guessed of layer 1, gate_up"),
+    ("guessed", (1, 0, 0), 3, "guessed of layer 1, gate_up, .*needed: 0, or 1 or 2 where an expert lies"),
 ])
 def test_tables_that_contradict_themselves_are_named(field, place, value, message):
     tables = filled()
@@ -247,49 +272,79 @@ def guess(tables, state, expert, budget=(2, 2)):
     return found.count.tolist()
 
 
-def test_the_control_counts_settled_guesses_and_switches_prefetch_off_and_on_again():
-    tables, state = SlotTables(2, 64, (4, 4)), rules.control(0.5)
-    useful, weight, calls = 32.0, 32.0, 0
-    while float(state[0]) >= 0.5:  # every guess is evicted unused, two of each component by the call after the next
-        assert guess(tables, state, 2 * calls % 64) == [2, 2]
-        calls += 1
-        gone = 4 if calls > 2 else 0
-        weight += gone
-        assert calls < 30 and state.tolist() == pytest.approx([useful / weight, weight, 0.5, calls])
-    assert weight == 68 and calls == 11
-    before = tables.to("cpu")
-    while calls % rules.PROBE != rules.PROBE - 1:
-        assert guess(tables, state, 60) == [0, 0]
-        calls += 1
-        same(tables, before)
-        assert state[3] == calls
-    assert guess(tables, state, 60) == [1, 1] and guess(tables, state, 60) == [0, 0]
-    rules.lookup(tables, 0, torch.tensor([[60]]))
-    guess(tables, state, 60)  # takes in that both components of 60 were useful, and two of others wasted by them
-    assert float(state[0]) == pytest.approx(34 / 72) and state[1] == 72
-    tables.counters[1, rules.COUNTERS.index("useful_down")] += 8  # of any layer
-    guess(tables, state, 60)
-    assert float(state[0]) == pytest.approx(42 / 80)
-    assert guess(tables, state, 40) == [2, 2]
+def asked(tables, state, expert, right):
+    """A guess of two experts, and the look-up that it is judged by; what was admitted."""
+    counts = guess(tables, state, expert)
+    rules.lookup(tables, 0, torch.tensor([[expert, expert + 1] if right else [(expert + 32) % 64]]))
+    return counts
+
+
+def test_wrong_guesses_are_stopped_at_once_and_tried_again_after_pauses_that_grow():
+    tables, state = SlotTables(2, 64, (64, 64)), rules.control(0.8)  # of slots enough that nothing is ever evicted
+    done, acted = 0, []
+    for call in range(3000):
+        tables.clear()
+        acted.append(asked(tables, state, 2 * call % 64, right=False)[0] > 0)
+        done += acted[-1]
+    assert acted[:4] == [True, True, True, True] and not any(acted[4:64]), "8 wrong ones of 40"
+    starts = [call for call in range(1, 3000) if acted[call] and not acted[call - 1]]
+    pauses = [second - first for first, second in zip(starts, starts[1:])]
+    assert [round(pause, -1) for pause in pauses] == [130, 260, 510, 1030] and done < 20
+    assert not rules.is_on(state) and state[4] == live.LONGEST
+
+
+def test_right_guesses_go_on_again_and_earn_short_pauses():
+    tables, state = SlotTables(1, 64, (64, 64)), rules.control(0.8)
+    for call in range(150):
+        tables.clear()
+        asked(tables, state, 2 * call % 64, right=False)
+    assert state[4] == 256 and not rules.is_on(state)
+    for call in range(400):
+        tables.clear()
+        asked(tables, state, 2 * call % 64, right=True)
+    assert rules.is_on(state) and state[4] == live.SHORTEST and state[0] == 1 and state[1] == live.WINDOW
+
+
+def test_a_guess_is_judged_once_by_the_next_look_up_of_its_layer():
+    tables, state = SlotTables(2, 64, (8, 8)), rules.control(0.5)
+    assert guess(tables, state, 4) == [2, 2]
+    rules.lookup(tables, 1, torch.tensor([[4]]))  # another layer says nothing
+    rules.lookup(tables, 0, torch.tensor([[4]]))  # 4 in time, 5 late
+    rules.lookup(tables, 0, torch.tensor([[5]]))  # used after all: useful, but not in time
+    counts = tables.counts()
+    found = [counts[f"{event}_gate_up"] for event in ("in_time", "late", "useful", "wasted")]
+    assert found == [1, 1, 2, 0] and not tables.guessed.any()
+    rules.admit(tables, 0, torch.tensor([[9]]), torch.tensor([[0.0]]), 0.5, (1, 1), state)
+    assert state.tolist() == pytest.approx([34 / 36, 36, 0.5, 2, live.SHORTEST, 0])
+    assert tables.settled.tolist() == [2, 2]
+
+
+def test_a_shared_bank_judges_the_guesses_of_the_layer_that_looks_up():
+    tables = SlotTables(1, 64, (8, 8))
+    guess(tables, None, 40)
+    rules.lookup(tables, 0, torch.tensor([[1]]), judged=range(0, 32))
+    assert tables.counts()["late_down"] == 0
+    rules.lookup(tables, 0, torch.tensor([[40]]), judged=range(32, 64))
+    assert tables.counts()["late_down"] == tables.counts()["in_time_down"] == 1
 
 
 def test_the_precision_forgets_and_survives_counters_set_back():
     tables, state = SlotTables(1, 4, (1, 1)), rules.control(0.0)
-    column = rules.COUNTERS.index("wasted_gate_up")
+    column = rules.COUNTERS.index("late_gate_up")
     wanted = 1.0
     for turn in range(6):
         tables.counters[0, column] += 100
         guess(tables, state, 9)
         weight = (32, 128)[turn > 0]
         wanted = wanted * weight / (weight + 100)
-        assert float(state[0]) == pytest.approx(wanted, rel=1e-6) and state[1] == rules.WINDOW
+        assert float(state[0]) == pytest.approx(wanted, rel=1e-6) and state[1] == live.WINDOW
     tables.counters.zero_()
     guess(tables, state, 9)
     assert float(state[0]) == pytest.approx(wanted, rel=1e-6)
     tables.counters[0, column] += 128
     guess(tables, state, 9)
     assert float(state[0]) == pytest.approx(wanted / 2, rel=1e-6)
-    state[3] = rules.CALLS - 1
+    state[3] = live.CALLS - 1
     guess(tables, state, 9)
     assert state[3] == 0
 
@@ -335,7 +390,8 @@ def test_kernel_does_what_the_rules_say(seed):
     L, E, slots = draw.randint(1, 3), draw.randint(1, 24), (draw.randint(1, 14), draw.randint(1, 14))
     host, mine = SlotTables(L, E, slots), SlotTables(L, E, slots)
     weight, even, calls = draw.choice([0, 3, 32]), draw.choice([0, 0.5, 0.95, 2]), draw.choice([0, 60, 2**20 - 3])
-    state = torch.tensor([1.0, weight, even, calls])
+    pause, waiting = draw.choice([2, 64, 4096]), draw.choice([0, 0, 1, 3])
+    state = torch.tensor([1.0, weight, even, calls, pause, waiting])
     states = state, state.clone()
     budget = draw.randint(0, 4), draw.randint(0, 4)
     for _ in range(16):
@@ -352,23 +408,25 @@ def test_kernel_takes_the_largest_sizes():
     for _ in range(14):
         step(draw, host, mine, states, 8, 8, (8, 3), None)
     counts = host.counts()
-    assert min(counts[f"{event}_down"] for event in rules.EVENTS) > 0
+    assert min(counts[f"{event}_down"] for event in live.EVENTS) > 0
 
 
 @interpreted
 def test_kernel_is_on_and_off_as_the_rules_are():
-    host, states = SlotTables(2, 64, (4, 3)), [torch.tensor([1.0, 8.0, 0.5, 44.0]) for _ in range(2)]
-    mine, acted = host.to("cpu"), {}
-    for call in range(45, 67):
-        ids = torch.tensor([[2 * call % 64, (2 * call + 1) % 64]])
+    host, states = SlotTables(2, 64, (4, 3)), [torch.tensor([1.0, 8.0, 0.5, 44.0, 3.0, 0.0]) for _ in range(2)]
+    mine, acted = host.to("cpu"), []
+    for call in range(24):
+        ids, layer = torch.tensor([[2 * call % 64, (2 * call + 1) % 64]]), call % 2
         chances = torch.tensor([[0.9, 0.9]])
-        wanted = rules.admit(host, call % 2, ids, chances, 0.5, (2, 1), states[0])
-        found = device.admit(mine, call % 2, ids, chances, Ahead((2, 1)), 0.5, (2, 1), states[1])
+        wanted = rules.admit(host, layer, ids, chances, 0.5, (2, 1), states[0])
+        found = device.admit(mine, layer, ids, chances, Ahead((2, 1)), 0.5, (2, 1), states[1])
         assert torch.equal(found.count, wanted.count) and torch.equal(*states)
-        acted[call] = found.count.tolist()
-    same(mine, host)
-    assert acted[45] == [2, 1] and acted[64] == [1, 1] and states[1][3] == 66
-    assert all(acted[call] == [0, 0] for call in (*range(57, 64), 65, 66))
+        acted.append(found.count.tolist() == [2, 1])
+        rules.lookup(host, layer, ids + 32)
+        device.lookup(mine, layer, ids + 32, Found(1, 2))
+        same(mine, host)
+    assert acted == [True] * 4 + [False] * 3 + [True] * 3 + [False] * 6 + [True] * 3 + [False] * 5
+    assert states[1][3] == 68 and states[1][4] == 24
 
 
 @interpreted

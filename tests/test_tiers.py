@@ -1,6 +1,8 @@
 """The SSD experiments on a tiny file: what they count adds up, and what they compare carries the same bits."""
 
 import os
+import threading
+import time
 
 import numpy as np
 import pandas as pd
@@ -10,8 +12,8 @@ from test_engine import build, text
 
 from dualdeadline import cache, streams
 from dualdeadline.schedule import COMPONENTS
-from dualdeadline.store import tier
-from dualdeadline.tiers import ssd, ssd_files, ssd_replay, ssd_rows
+from dualdeadline.store import installs, tier
+from dualdeadline.tiers import plain, ssd, ssd_engine, ssd_files, ssd_replay, ssd_rows
 
 TINY = streams.Shape("tiny", 64, 32, 8)
 
@@ -70,7 +72,7 @@ def test_the_check_of_a_layout_can_fail(files, name):
 
 
 def test_sweep_reads_what_it_says(files):
-    found = ssd.sweep(files.raw.path, [4096, 8192, 2**40], [1, 3], 40_000)
+    found = plain.sweep(files.raw.path, [4096, 8192, 2**40], [1, 3], 40_000)
     assert found[["size_bytes", "depth"]].values.tolist() == [[4096, 1], [4096, 3], [8192, 1], [8192, 3]]
     assert (found.ms > 0).all() and (found.gbps > 0).all() and found.n.tolist() == [9, 9, 4, 4]
 
@@ -85,25 +87,21 @@ def test_every_layout_is_measured_cold(files):
 
 
 def test_installs_bring_the_same_bytes(files):
-    found = ssd.install(files, samples=4).set_index("variant")
+    found = ssd.install(TINY, samples=4).set_index("variant")
     assert list(found.index) == ["one contiguous copy", "record, a copy per component", "9 slices"]
     assert found.ratio["one contiguous copy"] == 1.0 and (found.ms > 0).all()
-    source = ssd_files.DrawnExperts(TINY, 3, 0)(0, 2)
-    row = torch.cat([source[part].flatten().view(torch.uint8) for part in COMPONENTS])
-    (slot,) = ssd_files.slots(TINY, 1, "cpu")
-    ssd._by_component(row, slot)
+    source, plan = ssd_files.DrawnExperts(TINY, 3, 0)(0, 2), ssd_files.Plan(TINY)
+    assert plan.parts.keys() == files.raw.record(0, 0).parts.keys() and plan.largest == files.raw.largest
+    assert all(plan.parts[part].start == place.start for part, place in files.raw.record(0, 0).parts.items())
+    row = tier.Row(torch.cat([source[part].flatten().view(torch.uint8) for part in COMPONENTS]))
+    store, slot = installs.Installs(plan), ssd_files.cut(TINY, torch.zeros(plan.largest, dtype=torch.uint8))
+    store.put({part: store.place(row, part, plan.parts[part])[0] for part in COMPONENTS}, slot)
     assert ssd_files.same(slot, source)
-    gate, up = source["gate_up"].chunk(2)
-    order = {"gate": gate, "up": up, "down": source["down"]}
-    begin, cut = dict.fromkeys(order, 0), []
-    for component, at, _, size in ssd_files.places(files.scattered):
-        role = "down" if component == "down" else ("gate" if at.start < TINY.F else "up")
-        rows = at.stop - at.start
-        cut.append(order[role][begin[role] : begin[role] + rows].flatten().view(torch.uint8))
-        begin[role] += rows
     (slot,) = ssd_files.slots(TINY, 1, "cpu")
-    ssd._by_slice(torch.cat(cut), slot, ssd_files.places(files.scattered))
+    ssd._by_slice(row.data, slot, ssd_files.slices(TINY))
     assert ssd_files.same(slot, source)
+    read = [(component, at, size) for component, at, _, size in ssd_files.places(files.scattered)]
+    assert sorted(read, key=str) == sorted(ssd_files.slices(TINY), key=str)
 
 
 def test_decode_counts_the_misses_of_lru(files, routes):
@@ -113,9 +111,12 @@ def test_decode_counts_the_misses_of_lru(files, routes):
         hits = cache.hits(routes.numpy(), row.slots, "lru", "token")[5:]
         assert row.misses == pytest.approx((~hits).sum() / 15)
         assert row.tokens_per_s == pytest.approx(1e3 / row.mean_ms)
-        assert row.disk_share == pytest.approx(row.bytes / 1e6 / row.mean_ms / row.disk_gbps)
-    serial = found[found.layout == "scattered, serial"]
-    assert np.allclose(serial.speedup, 1.0) and serial.misses.is_monotonic_decreasing
+        assert min(row.disk_share, row.disk_gbps) > 0
+        assert (min(row.loop_share, row.loop_ms) > 0) == row.layout.startswith("record")
+    for name in ("serial", "parallel"):
+        base = found[found.layout == f"scattered, {name}"].set_index("slots").mean_ms
+        assert np.allclose(found[f"times_{name}"], found.slots.map(base) / found.mean_ms)
+    assert found[found.layout == "record, serial"].misses.is_monotonic_decreasing
     with pytest.raises(ValueError, match="needed: more than that"):
         ssd_replay.decode(files, routes, 8, [2], warm=20)
 
@@ -156,11 +157,13 @@ def test_a_read_ahead_is_in_time_if_its_layers_last_as_long():
 def test_whole_steps_are_bitwise_and_counted(tmp_path):
     model = build(dtype=torch.bfloat16, hidden_size=64, intermediate_size=32)
     settings = {"no host slots": {}, "3 host slots": {"host_slots": 3}}
-    found = ssd_replay.engine(
+    found = ssd_engine.engine(
         model, text(1, 3), tmp_path, settings, 2, 6, backend="cpu", wire="raw", predictor=None
     ).set_index("setting")
     assert list(found.index) == ["host memory", *settings] and found.equal.all()
     assert found.reads["host memory"] == 0 < found.reads["3 host slots"] < found.reads["no host slots"]
+    shares = found.loc["no host slots", ["step_share", "net_share"]]
+    assert 0 < shares.step_share < shares.net_share and found.step_share.drop("no host slots").isna().all()
     assert found.ssd_bytes["no host slots"] % 4096 == 0 and (found.tokens_per_s > 0).all()
     assert not hasattr(model, "dualdeadline")
 
@@ -196,3 +199,46 @@ def test_the_ratio_of_a_setting_to_demand_is_taken_prompt_by_prompt():
     assert row["config"] == dict(predictor="mine", ahead=2, rule=True, slots=4, pause_ms=1.5)
     with pytest.raises(ValueError, match="needed: one that was"):
         ssd_rows.ratio_row(found, "x", "mine", 3, True)
+
+
+def test_shares_compare_a_token_with_the_reads_of_its_own_minute():
+    rows = [
+        dict(layout=layout, slots=2, ms=ms, loop_ms=loop_ms, bytes=8e6, misses=4, disk_gbps=gbps, cache="x")
+        for layout, ms, loop_ms, gbps in (
+            ("record, raw", 4.0, 3.0, 4.0),
+            ("record, raw", 10.0, 9.0, 1.0),
+            ("record, raw", 20.0, 19.0, 0.5),
+            ("scattered, serial", 34.0, 1.0, 1.0),
+        )
+    ]
+    none = rows[0] | dict(ms=0.0, loop_ms=0.0, bytes=0, misses=0)
+    for row, shares in zip(rows, ([0.7, 0.8], [0.9], [0.95, 1.0], [])):
+        row["shares"] = shares
+    none = none | {"shares": []}
+    found = ssd_replay._decode_rows(pd.DataFrame([*rows, none])).set_index("layout").loc["record, raw"]
+    assert found.loop_share == pytest.approx(0.9) and found.disk_share == pytest.approx(0.8)
+    assert found.mean_ms == pytest.approx(34 / 4) and found.times_serial == pytest.approx(4.0) and found.n == 4
+    assert np.isnan(found.times_parallel)
+
+
+def test_a_plain_loop_reads_as_many_at_a_time_as_it_says(files, monkeypatch):
+    loop, now, most, lock = plain.Plain(files.raw.path, 4096, 3), [0], [0], threading.Lock()
+    read = os.preadv
+
+    def counted(*asked):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.005)
+        with lock:
+            now[0] -= 1
+        return read(*asked)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    ms, whole = loop.read(9)
+    assert len(ms) == 9 and most == [3] and whole < sum(ms) and len(loop.free) == 3
+    monkeypatch.setattr(os, "preadv", lambda *asked: 1)
+    with pytest.raises(OSError, match="short read of 4096"):
+        loop.read(1)
+    assert len(loop.free) == 3
+    loop.close()

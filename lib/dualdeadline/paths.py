@@ -25,7 +25,7 @@ PAPER = ROOT / "paper"
 TESTS = ROOT / "tests"
 DOWNLOADS = DATA / "downloads"
 # stages that measure on a GPU and show committed measurements without one
-ON_GPU = ("06_kernels", "07_overlap", "08_wire", "09_decode", "10_tiers")
+ON_GPU = ("06_kernels", "07_overlap", "08_wire", "09_decode", "10_tiers", "11_confirmation")
 TRAINED = ("90_pilot_model",)  # stages whose notebook only reads records
 
 

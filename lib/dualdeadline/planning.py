@@ -108,7 +108,7 @@ def _whole(given, name: str) -> int:
     return int(given)
 
 
-def _skeleton(config, dtype=None) -> torch.nn.Module:
+def skeleton(config, dtype=None) -> torch.nn.Module:
     """The model of a config without memory."""
     from transformers import AutoModelForCausalLM
     with torch.device("meta"):
@@ -118,7 +118,7 @@ def _skeleton(config, dtype=None) -> torch.nn.Module:
 def _sizes(given) -> _Sizes:
     if not isinstance(given, torch.nn.Module) and not hasattr(given, "get_text_config"):
         raise ValueError(f"model is a {type(given).__name__}; needed: a transformers model or its config")
-    model = given if isinstance(given, torch.nn.Module) else _skeleton(given)
+    model = given if isinstance(given, torch.nn.Module) else skeleton(given)
     spec = models.describe(model)
     own = {part: [getattr(layer.experts, f"{part}_proj") for layer in spec.layers] for part in COMPONENTS}  # no biases
     component = {part: max(value.nbytes for value in held) // spec.E for part, held in own.items()}
@@ -287,7 +287,7 @@ def _host_cost(work: streams.Work) -> CostModel:
 
 def _before_ms(sizes: _Sizes, kind: str) -> float:
     """One token through everything but the routed experts, per MoE layer; weights are 0, the cache is empty."""
-    model = _skeleton(sizes.config, sizes.dtype)
+    model = skeleton(sizes.config, sizes.dtype)
     for layer in models.describe(model).layers:
         layer.experts._parameters.clear()
         layer.experts.forward = lambda hidden, *routes: torch.zeros_like(hidden)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dualdeadline.cache import live
 from dualdeadline.cache import slots as rules
 
 POOLS = ("layer", "shared")
@@ -55,7 +56,8 @@ class Pool:
         before = self.tables.counters[row].clone() if self.shared else None
         entries = [expert + shift for expert in experts]
         self.in_use += entries
-        found = rules.lookup(self.tables, row, torch.tensor([entries], dtype=torch.int32))
+        own = range(shift, shift + self.E) if self.shared else None
+        found = rules.lookup(self.tables, row, torch.tensor([entries], dtype=torch.int32), judged=own)
         if before is not None:
             self._own[layer] += self.tables.counters[row] - before
         slots = [dict(zip(experts, found.slots[part, 0].tolist())) for part in range(2)]
@@ -88,7 +90,7 @@ class Pool:
             bank = rules.Bank(self.tables, row, component)
             free = (bank.expert_of == rules.FREE).nonzero()[0].tolist()[:most]
             absent = [expert for expert in experts if bank.slot_of[expert + shift] < 0]
-            found.append([(expert, bank.put(expert + shift, slot, guessed=1)) for expert, slot in zip(absent, free)])
+            found.append([(expert, bank.put(expert + shift, slot, rules.OPEN)) for expert, slot in zip(absent, free)])
             bank.add("fetched_ahead", len(found[-1]))
         return found
 
@@ -100,11 +102,11 @@ class Pool:
         row, shift = self._at(layer)
         for component in range(2):
             bank = rules.Bank(self.tables, row, component)
-            mine = (bank.guessed == 1) & (bank.expert_of >= shift) & (bank.expert_of < shift + self.E)
+            mine = (bank.guessed > 0) & (bank.expert_of >= shift) & (bank.expert_of < shift + self.E)
             bank.guessed[mine] = 0
             bank.add("wasted", int(mine.sum()))
-        total = self.tables.counters.sum(0).view(2, len(rules.EVENTS)).sum(0)
-        self.tables.settled.copy_(total[[rules.USEFUL, rules.WASTED]])
+        total = self.tables.counters.sum(0).view(2, len(live.EVENTS)).sum(0)
+        self.tables.settled.copy_(total[[live.IN_TIME, live.LATE]])
 
     def withdraw(self, layer: int, component: int, expert: int) -> None:
         """Take back an admission; see `SlotTables.withdraw`. Nothing, if its slot went to another expert since."""

@@ -4,11 +4,7 @@ Every layer has two banks of slots, one for gate/up components (component 0) and
 nothing is shared between them. The functions here run on the host and define the rules; `kernels/slots.py` does the
 same, bit by bit, in one launch each.
 
-Live control of prefetch: `control` float32[4] holds (precision, weight, break-even, calls). Precision is the share of
-useful among the fetched-ahead components that have settled (used, or evicted unused), a running mean whose weight is
-cut to WINDOW after each call, so that older ones fade; it is one number for all layers and both components. A call of
-`admit` acts while precision >= break-even, as it stood after the call before; otherwise only every PROBE-th call
-acts, with a budget of one per component, so that prefetch can switch itself on again.
+The live control of prefetch, which `admit` obeys, stands in `live.py`.
 """
 
 from __future__ import annotations
@@ -18,23 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dualdeadline.cache.live import EVENTS, IN_TIME, LATE, USEFUL, WASTED, control, is_on, settle
+
+__all__ = ["Ahead", "Bank", "Found", "SlotTables", "admit", "control", "is_on", "lookup"]
 NAMES = ("gate_up", "down")  # components 0 and 1
-EVENTS = ("hits", "misses", "fetched_ahead", "useful", "wasted")
 COUNTERS = tuple(f"{event}_{name}" for name in NAMES for event in EVENTS)  # columns of `counters`
-USEFUL, WASTED = EVENTS.index("useful"), EVENTS.index("wasted")
 FREE, NO_SLOT = -1, -2
-WINDOW = 128  # settled components that the precision remembers, about two decode steps of 16 layers; not tuned
-PRIOR = 32  # settled useful ones that a new estimate starts with, so that the first wasted ones do not decide
-PROBE = 64  # while prefetch is off, every so many calls one guess is let through
-CALLS = 2**20  # calls are counted modulo this, which float32 holds exactly
-
-
-def control(break_even: float, device=None) -> Tensor:
-    """Control of prefetch, float32[4]: on until more than PRIOR guesses show less precision than `break_even`.
-
-    A break-even of 0 never switches prefetch off, one above 1 leaves the probes only.
-    """
-    return torch.tensor([1.0, PRIOR, break_even, 0.0], dtype=torch.float32, device=device)
+OPEN, JUDGED = 1, 2  # values of `guessed`: fetched ahead, before and after the look-up it was meant for
 
 
 class SlotTables:
@@ -42,9 +28,9 @@ class SlotTables:
 
     Fields, int32 unless said, all on one device; the second axis is the component:
         slot_of [L,2,E]: slot of an expert, -1 absent. expert_of [L,2,C]: expert in a slot, -1 free, -2 no such slot.
-        used [L,2,C]: clock value of the last use. guessed [L,2,C]: 1 while fetched ahead and not used since.
-        clock [L,2]: look-ups so far. counters int64 [L,10]: columns COUNTERS. settled int64 [2]: useful and wasted ones
-        that the control's precision has taken in.
+        used [L,2,C]: clock value of the last use. guessed [L,2,C]: while fetched ahead and not used since OPEN, or
+        JUDGED once a look-up did not ask for it. clock [L,2]: look-ups so far. counters int64 [L,14]: columns
+        COUNTERS. settled int64 [2]: guesses in time and late that the control's precision has taken in.
 
     Raises:
         ValueError: L, E or a number of slots below 1.
@@ -103,6 +89,7 @@ class SlotTables:
         slot = int(bank.slot_of[expert])
         if slot < 0 or not bank.guessed[slot]:
             raise ValueError(f"expert {expert} of layer {layer} has slot {slot} of {NAMES[component]}; needed: a guess")
+        bank.add("late", -int(bank.guessed[slot] == JUDGED))
         bank.slot_of[expert], bank.expert_of[slot], bank.guessed[slot] = -1, FREE, 0
         bank.add("fetched_ahead", -1)
 
@@ -124,7 +111,8 @@ class SlotTables:
             ("slot_of", slot_of, bool((slot_of == inverse).all()) and (slot_of >= 0).sum() == held.sum(),
              f"the inverse of expert_of, {expert_of.tolist()}, each expert once"),
             ("used", used, ((used >= 0) & (used <= clock)).all(), f"0 to the clock, {clock}"),
-            ("guessed", guessed, ((guessed == 0) | (guessed == 1) & held).all(), "0, or 1 where an expert lies"),
+            ("guessed", guessed, ((guessed == 0) | (guessed > 0) & (guessed <= JUDGED) & held).all(),
+             "0, or 1 or 2 where an expert lies"),
         )
         for name, value, right, needed in rules:
             if not right:
@@ -158,17 +146,19 @@ class Found(Ahead):
         self.slots = torch.full((2, N, K), -1, dtype=torch.int32, device=device)
 
 
-def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> Found:
+def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True, judged: range | None = None) -> Found:
     """Look up the routed experts of one forward of a layer and give slots to those that are absent.
 
     One access per distinct expert. The clock rises by one; hits are marked as used now. Misses, in order of their
     first (token, rank), take the free slot of the lowest number, else the slot least recently used that is not in use
     in this call (ties: the lowest number), whose expert becomes absent. A guessed slot that is used counts as useful,
-    one that is evicted before as wasted. An id out of range has slot -1 and is no access.
+    one that is evicted before as wasted; guesses made since the last look-up count as in time or late. An id out of
+    range has slot -1 and is no access.
 
     Args:
         tables: on the CPU; changed in place. ids: integers [N,K].
         check: False: misses for which no slot is left have slot -1 and are not counted, as in the kernel.
+        judged: experts whose guesses this look-up judges (default: all; of a bank that all layers share, one layer's).
 
     Raises:
         ValueError: more distinct experts than a bank has slots; the tables are unchanged then.
@@ -185,6 +175,7 @@ def lookup(tables: SlotTables, layer: int, ids: Tensor, check: bool = True) -> F
         in_use, taken = {expert for expert in wanted if place[expert] >= 0}, []
         for expert in in_use:
             bank.use(place[expert])
+        bank.judge(judged)
         bank.add("hits", len(in_use))
         for expert in wanted:
             slot = bank.victim(in_use) if expert not in in_use else None
@@ -212,11 +203,11 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, th
     Args:
         tables: on the CPU; changed in place. ids: integers [N,G]. probabilities: [N,G], compared in float32.
         budget: most components to admit, of gate/up and of down.
-        control: float32[4] as in the module's text, changed in place; None: always on.
+        control: float32[6] of `live.control`, changed in place; None: always on.
         spared: experts that are not evicted either (only here: a bank that all layers share).
     """
-    ahead, allowed = Ahead(budget), _allowed(budget, control)
-    if allowed is not None:
+    ahead = Ahead(budget)
+    if control is None or is_on(control):
         passing = _passing(tables.E, ids, probabilities, threshold)
         for component in range(2):
             bank = Bank(tables, layer, component)
@@ -225,15 +216,15 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, th
             for expert in kept:
                 bank.used[place[expert]] = bank.clock[0]
             for expert in passing:
-                absent = expert not in kept and len(taken) < allowed[component]
+                absent = expert not in kept and len(taken) < budget[component]
                 slot = bank.victim({*passing, *spared}) if absent else None
                 if slot is not None:
-                    bank.put(expert, slot, guessed=1)
+                    bank.put(expert, slot, guessed=OPEN)
                     taken.append((expert, slot))
             bank.add("fetched_ahead", len(taken))
             ahead.fill(component, taken)
     if control is not None:
-        _settle(tables, control)
+        settle(tables, control)
     return ahead
 
 
@@ -243,25 +234,6 @@ def _passing(E: int, ids: Tensor, probabilities: Tensor, threshold: float) -> li
     pairs = [(value, expert) for value, expert in zip(values, ids.flatten().tolist(), strict=True)
              if 0 <= expert < E and value >= least]
     return list(dict.fromkeys(expert for _, expert in sorted(pairs, key=lambda pair: -pair[0])))
-
-
-def _allowed(budget: Sequence[int], control: Tensor | None) -> tuple[int, ...] | None:
-    """Budget of this call of both components; None: it does nothing."""
-    if control is None or control[0] >= control[2]:
-        return tuple(budget)
-    return tuple(min(most, 1) for most in budget) if (int(control[3]) + 1) % PROBE == 0 else None
-
-
-def _settle(tables: SlotTables, control: Tensor) -> None:
-    """Count the call, and take into the precision what the counters of all layers show beyond `settled`."""
-    state, settled = control.numpy(), tables.settled.numpy()
-    total = tables.counters.numpy().sum(0).reshape(2, len(EVENTS)).sum(0)[[USEFUL, WASTED]]
-    useful, both = int(total[0] - settled[0]), int((total - settled).sum())
-    precision, weight, _, calls = control.tolist()
-    if both > 0:  # in double precision, whose products of two float32 are exact
-        state[0], state[1] = (precision * weight + useful) / (weight + both), min(weight + both, WINDOW)
-    state[3] = (int(calls) + 1) % CALLS
-    settled[:] = total
 
 
 class Bank:
@@ -278,8 +250,16 @@ class Bank:
 
     def use(self, slot: int) -> None:  # the router has asked for what lies there
         self.used[slot] = self.clock[0]
-        self.counters[USEFUL] += self.guessed[slot]
+        self.counters[USEFUL] += self.guessed[slot] > 0
+        self.counters[IN_TIME] += self.guessed[slot] == OPEN
         self.guessed[slot] = 0
+
+    def judge(self, experts: range | None) -> None:  # guesses that the look-up under way did not ask for
+        late = self.guessed == OPEN
+        if experts is not None:
+            late &= (self.expert_of >= experts.start) & (self.expert_of < experts.stop)
+        self.counters[LATE] += late.sum()
+        self.guessed[late] = JUDGED
 
     def victim(self, protected: set[int]) -> int | None:
         """The lowest free slot, else the least recently used one whose expert is not protected, else None."""
@@ -293,7 +273,9 @@ class Bank:
         """An expert takes the slot, now; who lay there becomes absent. Returns the slot."""
         former = self.expert_of[slot]
         if former >= 0:
-            self.slot_of[former], self.counters[WASTED] = -1, self.counters[WASTED] + self.guessed[slot]
+            self.slot_of[former] = -1
+            self.counters[WASTED] += self.guessed[slot] > 0
+            self.counters[LATE] += self.guessed[slot] == OPEN
         self.slot_of[expert], self.expert_of[slot] = slot, expert
         self.used[slot], self.guessed[slot] = self.clock[0], guessed
         return slot

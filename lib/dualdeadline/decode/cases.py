@@ -56,19 +56,27 @@ def guess(base: Case, label: str, gate_up: int, down: int, threshold: float) -> 
     return replace(base, predictor=label, budget=(gate_up, down), threshold=threshold)
 
 
-def all_cases(slots: Sequence[int], E: int, guesses: Sequence[Sequence], warm: Sequence[Sequence]) -> list[Case]:
+def all_cases(
+    slots: Sequence[int],
+    E: int,
+    guesses: Sequence[Sequence],
+    warm: Sequence[Sequence],
+    warm_slots: Sequence[int] | None = None,
+) -> list[Case]:
     """Resident; both wires and both numbers of deadlines at every number of slots; guesses on encoded experts.
 
     Args:
         guesses, warm: arguments of `guess`, for slots that start empty and for slots that stay warm.
+        warm_slots: numbers of slots that are also kept warm, each variant with slots of its own (default: all).
     """
     found = [Case(E, "raw")]
     for count in slots:
         base = Case(count)
         found += [Case(count, wire, name) for wire in ("raw", "coded") for name in IN_GRAPH]
         found += [guess(base, *one) for one in guesses]
-        kept = replace(base, warm=True)
-        found += [kept, *(guess(kept, *one) for one in warm)]
+        if warm_slots is None or count in warm_slots:
+            kept = replace(base, warm=True)
+            found += [kept, *(guess(kept, *one) for one in warm)]
     return found
 
 
@@ -92,3 +100,8 @@ def map_cases(slots: Sequence[int], E: int, lanes: Sequence[int], guesses: Seque
             found += [replace(base, wire=wire, schedule=name) for wire in ("raw", "coded") for name in IN_GRAPH]
             found += [guess(replace(base, wire=wire), *one) for wire in ("raw", "coded") for one in guesses]
     return found
+
+
+def plain_cases(slots: Sequence[int], E: int) -> list[Case]:
+    """Resident and some numbers of slots with the stock code around the experts captured as it is, not compiled."""
+    return [Case(count, "raw" if count == E else "coded", compiled=False) for count in (E, *slots)]

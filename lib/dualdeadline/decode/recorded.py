@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dualdeadline import paths
+from dualdeadline import manifest, paths
 
 NAME = "decode.safetensors"
 
@@ -48,12 +48,19 @@ def controls(routes: Tensor, E: int, seed: int) -> dict[str, Tensor]:
     return {"oracle": oracle, "shuffled": oracle[order]}
 
 
+def with_controls(recorded: Recorded, seed: int) -> Recorded:
+    """The same with scores that know everything, and with those of other steps."""
+    own = controls(recorded.routes, recorded.E, seed)
+    return replace(recorded, scores=recorded.scores | own)
+
+
 def load(
     workspace: paths.Workspace, model: str, corpus: str, split: str, labels, horizon: int, prompts: int, seed: int
 ) -> Recorded:
     """The decode steps of the first `prompts` prompts of a split, their tokens, and what some predictors said at them.
 
-    Kept in `<workspace>/decode.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
+    Without labels the only scores are uniform ones, `random`. Kept in `<workspace>/decode.safetensors`: where there are
+    no traces (a GPU machine, say) that file is enough.
 
     Raises:
         FileNotFoundError: neither traces nor that file. ValueError: the file was made for something else.
@@ -72,9 +79,12 @@ def _make(path: Path, workspace: paths.Workspace, made_for: dict, labels) -> Non
 
     store, horizon = str(workspace.traces / made_for["corpus"]), made_for["horizon"]
     routes, prompt, experts = replay.routes_of(store, made_for["split"], made_for["prompts"])
-    fits = selection.read_index(workspace)
-    fits = fits[(fits.seed == made_for["seed"]) & (fits.source == "") & (fits.horizon == horizon)].set_index("label")
     tensors = {"routes": torch.as_tensor(routes).short(), "prompt": torch.as_tensor(prompt)}
+    tensors["experts"] = torch.tensor(experts)
+    if labels:
+        fits = selection.read_index(workspace)
+        own = (fits.seed == made_for["seed"]) & (fits.source == "") & (fits.horizon == horizon)
+        fits = fits[own].set_index("label")
     for label in labels:
         file = workspace.scores / fits.folder[label] / f"{made_for['corpus']}.safetensors"
         found = torch.as_tensor(replay.scores_of(str(file), len(routes))).half()
@@ -83,7 +93,8 @@ def _make(path: Path, workspace: paths.Workspace, made_for: dict, labels) -> Non
     ids = _tokens(made_for)
     for number, row in enumerate(ids):
         tensors[f"ids {number:04}"] = torch.tensor(row)
-    save_file(tensors, path, {name: str(value) for name, value in made_for.items()})
+    with manifest.atomic(path) as temporary:
+        save_file(tensors, temporary, {name: str(value) for name, value in made_for.items()})
 
 
 def _tokens(made_for: dict) -> list[list[int]]:
@@ -103,5 +114,11 @@ def _read(path: Path, made_for: dict) -> Recorded:
     scores = {
         name.removeprefix("scores "): value.float() for name, value in tensors.items() if name.startswith("scores ")
     }
+    if not scores:  # routes alone
+        scores["random"] = torch.rand(
+            *tensors["routes"].shape[:2],
+            int(tensors["experts"]),
+            generator=torch.Generator().manual_seed(made_for["seed"]),
+        )
     ids = tuple(tuple(tensors[name].tolist()) for name in sorted(tensors) if name.startswith("ids "))
     return Recorded(tensors["routes"].long(), tensors["prompt"], scores, made_for["horizon"], ids)

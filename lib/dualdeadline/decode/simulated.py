@@ -22,21 +22,36 @@ FIRST, EVERY = (
 )  # steps of a prompt that are all simulated, slots being empty; later ones of which the middle one is
 
 
-def cost(workspace: paths.Workspace, model: str, resident_ms: float, layers: int) -> dict[str, CostModel]:
+def cost(
+    workspace: paths.Workspace,
+    model: str,
+    resident_ms: float,
+    layers: int,
+    shape: streams.Shape = streams.OLMOE,
+    stages_of: str = "",
+) -> dict[str, CostModel]:
     """Cost model of a captured step by wire, from single operations and the resident step.
 
+    Args:
+        model: whose single operations are recorded here. stages_of: whose stages notebook 07 recorded (default: that).
+
     Fetches and decodes are lines through single ones, stages as in notebook 07; the time up to each router is what the
-    measured resident step leaves beside its products, and a look-up.
+    measured resident step leaves beside its products (a shared expert is among it), and a look-up.
+
+    Raises:
+        ValueError: a part is not recorded.
     """
     single = record.read(workspace, "09_decode", model)
     single = single[single.metric == "single_ms"]
-    base = recorded_cost(record.read(workspace, "07_overlap", model), streams.OLMOE, Setting())
+    if single.empty:
+        raise ValueError(f"no single operation is recorded for {model}; needed: notebook 09 run on a GPU")
+    base = recorded_cost(record.read(workspace, "07_overlap", stages_of or model), shape, Setting())
     eight = tuple(range(8))
     products = sum(base.compute_ms(Compute(0, stage, eight)) for stage in ("gate_up", "down_combine"))
     before = max(0.0, resident_ms / layers - products) + float(single[single.variant == "lookup"]["median"].iloc[0])
     graph = replace(base, issue_ms=0.0, sync_ms=0.0, silent_ms=0.0, launches={}, before_ms=(before,))
     decode = single[single.variant == "decode"]
-    size = decode["config.component"].map(streams.OLMOE.component_bytes) * decode["config.count"].astype(float)
+    size = decode["config.component"].map(shape.component_bytes) * decode["config.count"].astype(float)
     line = TransferModel.fit(size, decode["median"])
     stages = {**graph.stages, **dict.fromkeys(("decode_gate_up", "decode_down", "decode_expert"), line)}
     graph = replace(graph, stages=stages)
@@ -67,11 +82,12 @@ def rows(
     coded_bytes: dict[str, int],
     resamples: int,
     seed: int,
+    shape: streams.Shape = streams.OLMOE,
 ) -> list[dict]:
     """Record rows of simulated steps of the cold cases without guesses.
 
     Args:
-        coded_bytes: dict(gate_up, down), of an encoded expert.
+        coded_bytes: dict(gate_up, down), of an encoded expert. shape: of the experts.
     """
     weights = picked(drive.prompt.numpy())
     plain = [case for case in cases if not (case.predictor or case.warm) and case.slots < drive.E]
@@ -81,7 +97,7 @@ def rows(
         drive.E,
         list(weights),
         {},
-        streams.OLMOE.component_bytes,
+        shape.component_bytes,
     )
     sampled.coded_bytes = coded_bytes
     out = []

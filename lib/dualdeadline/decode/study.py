@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from dualdeadline.decode import big, joules, measure, rows, singles
 from dualdeadline.decode.cases import Case
-from dualdeadline.decode.recorded import Recorded, controls
+from dualdeadline.decode.recorded import Recorded, with_controls
 from dualdeadline.schedule import COMPONENTS
 
-
-def with_controls(recorded: Recorded, seed: int) -> Recorded:
-    """The same with scores that know everything, and with those of other steps."""
-    own = controls(recorded.routes, recorded.E, seed)
-    return replace(recorded, scores=recorded.scores | own)
+__all__ = ["build", "controlled", "measured", "named", "with_controls"]
 
 
 def build(
     recorded: Recorded, cases: Sequence[Case], seed: int, compile: bool = True, device=None, **sizes
 ) -> big.Variants:
-    """A model of OLMoE's sizes (or `sizes`), with a variant for every case."""
+    """A model of OLMoE's sizes (or of `shape` and `sizes`, see `big.build`), with a variant for every case."""
     return big.Variants(big.build(device or "cuda", seed=seed, **sizes), recorded, cases, seed, compile, device)
+
+
+def named(parts: Iterator[tuple[str, list[dict]]], **config) -> Iterator[tuple[str, list[dict]]]:
+    """The same parts with more in the config of every row."""
+    for part, found in parts:
+        yield part, [row | {"config": row["config"] | config} for row in found]
 
 
 def controlled(group: big.Variants, recorded: Recorded, resamples: int, seed: int) -> Iterator[tuple[str, list[dict]]]:

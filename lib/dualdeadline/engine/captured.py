@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from dualdeadline.engine.compiled import Compiled
 from dualdeadline.engine.statics import Home, Places, flat, nested, obstacle, rolling, unfit
 
 MOST_ROWS = 8  # above it the fused experts hand over to a grouped path that is not captured
@@ -97,7 +96,11 @@ class CapturedForward:
         self._before, self._original = model.__dict__.get("forward"), model.forward
         self._config, self._anchor = vars(model.config.get_text_config()), next(model.parameters())
         self._names = list(inspect.signature(self._original).parameters)
-        self._compiled, self.compiling = (Compiled(self._original, self._tell) if compile else None), compile
+        self._compiled, self.compiling = None, compile
+        if compile:
+            from dualdeadline.engine.compiled import Compiled  # torch's compiler takes seconds to import
+
+            self._compiled = Compiled(self._original, self._tell)
         self._places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._steps: OrderedDict[tuple, _Step] = OrderedDict()
         self._refused: dict[tuple, str] = {}

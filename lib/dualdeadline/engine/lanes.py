@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 
 import torch
 
 from dualdeadline.streams.lanes import CudaLanes, Mark
+from dualdeadline.task import Task
 
 
 class CallerLanes:
@@ -16,7 +20,11 @@ class CallerLanes:
     committed = 1
 
     def __init__(self):
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="dualdeadline-link")
+        self.waiting: SimpleQueue[Task | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=[self.waiting], name="dualdeadline-link", daemon=True)
+        self.thread.start()
+        weakref.finalize(self, self.waiting.put, None)  # dropped without `close`
+        self.closed = False
 
     def enter(self) -> None:
         """A layer starts."""
@@ -28,7 +36,9 @@ class CallerLanes:
         """Copies issued from here on begin after the computation of a mark."""
 
     def copy(self, work: Callable[[], None], needs: Sequence[Mark]) -> Mark:
-        waits: list[Future] = [need.end for need in needs if need.lane]
+        if self.closed:
+            raise RuntimeError("a copy is asked for on lanes that were closed; needed: open ones")
+        waits: list[Task] = [need.end for need in needs if need.lane]
 
         def job() -> None:
             for wait in waits:
@@ -36,7 +46,9 @@ class CallerLanes:
             with torch.inference_mode():
                 work()
 
-        return Mark(1, None, self.pool.submit(job))
+        mark = Mark(1, None, Task(job))
+        self.waiting.put(mark.end)
+        return mark
 
     def compute(self, work: Callable[[], None], needs: Sequence[Mark]) -> Mark:
         for need in needs:
@@ -46,7 +58,7 @@ class CallerLanes:
         return Mark(0, None, None)
 
     def done(self, mark: Mark) -> bool:
-        return mark.end is None or mark.end.done()
+        return mark.end is None or mark.end.done
 
     def cancel(self, mark: Mark) -> bool:
         """Whether a copy had not begun and now never will."""
@@ -54,10 +66,28 @@ class CallerLanes:
 
     def settle(self) -> None:
         """Wait for every copy."""
-        self.pool.submit(lambda: None).result()
+        last = Task(lambda: None)
+        if not self.closed:
+            self.waiting.put(last)
+            last.result()
 
     def close(self) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        """Cancel what has not begun, wait for what has, and end the thread."""
+        self.closed = True
+        with contextlib.suppress(Empty):
+            while True:
+                left = self.waiting.get_nowait()
+                if left is not None:
+                    left.cancel()
+        self.waiting.put(None)
+        self.thread.join()
+
+
+def _serve(waiting: SimpleQueue) -> None:
+    """Tasks one after the other; one that was cancelled does nothing."""
+    while (task := waiting.get()) is not None:
+        task.run()
+        del task  # and with it the layer that it copied for
 
 
 class StreamLanes(CudaLanes):

@@ -91,8 +91,8 @@ class SsdHosted(Hosted):
         """Wait for some components of an expert, and copy what was not read straight into its slot."""
         into = {part: self.banks[part][number][slot] for part, slot in slots.items()}
         with self.store.fetched(number, expert, into) as views:
-            for part, view in views.items():
-                self.store.put(part, view, into[part])
+            if views:
+                self.store.put(views, into)
 
     def layer(self, number: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         self.store.enter(number)

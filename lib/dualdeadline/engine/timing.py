@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 
 from dualdeadline.engine.lanes import CallerLanes, StreamLanes
 from dualdeadline.streams.lanes import Mark
+from dualdeadline.task import Task
 
 NAMES = ("stall_ms", "link_ms", "compute_ms")
 
@@ -42,7 +42,7 @@ class TimedCaller(CallerLanes):
         return super().copy(timed, needs)
 
     def compute(self, work: Callable[[], None], needs: Sequence[Mark]) -> Mark:
-        waits: list[Future] = [need.end for need in needs if need.lane]
+        waits: list[Task] = [need.end for need in needs if need.lane]
         start = self.clock()
         for wait in waits:
             wait.result()

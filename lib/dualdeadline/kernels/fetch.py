@@ -39,7 +39,8 @@ def fetch(host_bank: Tensor, bank: Tensor, source_ids: Tensor, dest_slots: Tenso
     into one slot in the same call mix.
 
     Args:
-        host_bank: pinned host memory [E,...], contiguous within an expert. bank: slots [C,...] on the device.
+        host_bank: pinned host memory [E,...], contiguous within an expert, or another GPU's that this one reaches.
+        bank: slots [C,...] on the device.
         source_ids, dest_slots: int32[M] on the device. count: int32[1] on the device.
         programs: programs of the launch. warps: of each. unroll: 16-byte loads that each thread keeps in flight.
 
@@ -52,9 +53,9 @@ def fetch(host_bank: Tensor, bank: Tensor, source_ids: Tensor, dest_slots: Tenso
     if host_bank.shape[1:] != bank.shape[1:] or host_bank.dtype != bank.dtype:
         raise ValueError(f"host_bank is {host_bank.dtype} {tuple(host_bank.shape)}, bank {bank.dtype} "
                          f"{tuple(bank.shape)}; needed: the same dtype and the same shape of an expert")
-    if host_bank.device.type != "cpu" or not (INTERPRETED or host_bank.is_pinned()):
+    if not _reachable(host_bank, bank.device):
         raise ValueError(f"host_bank is {'not pinned' if host_bank.device.type == 'cpu' else host_bank.device}; "
-                         f"needed: pinned host memory (see pin)")
+                         f"needed: pinned host memory (see pin), or another GPU's that this one reaches")
     for name, ids in (("source_ids", source_ids), ("dest_slots", dest_slots), ("count", count)):
         if ids.dtype != torch.int32 or ids.dim() != 1 or not ids.is_contiguous() or ids.device != bank.device:
             raise ValueError(f"{name} is {ids.dtype} {tuple(ids.shape)} on {ids.device}; needed: contiguous int32 of "
@@ -64,6 +65,13 @@ def fetch(host_bank: Tensor, bank: Tensor, source_ids: Tensor, dest_slots: Tenso
     fetch_kernel[(programs,)](host, slots, source_ids, dest_slots, count, host.stride(0), slots.stride(0), len(host),
                               len(slots), len(source_ids), host.shape[1], 128 * warps * unroll, num_warps=warps)
     return bank
+
+
+def _reachable(host: Tensor, device: torch.device) -> bool:
+    """Whether a kernel of a device reads memory in place: pinned host memory, or that of another GPU that lets it."""
+    if host.device.type == "cpu":
+        return INTERPRETED or host.is_pinned()
+    return host.device != device and torch.cuda.can_device_access_peer(device.index, host.device.index)
 
 
 def _words(bank: Tensor, name: str) -> Tensor:

@@ -1,10 +1,10 @@
 """Slot tables changed on the device: look-up of the routed experts and admission of predicted ones, one launch each.
 
-Rules, results and the control of prefetch are those of the reference functions in `cache/slots.py`, bit by bit. Nothing
-is allocated and the host learns nothing, so a CUDA graph can hold both. One program per component: it loads the ids
-as a vector, gathers their slots, marks those in use by one scatter, and takes turns only for experts that are absent,
-with the slots' ages in registers. Calls that change the same tables must be in stream order; look-ups of other layers
-may run beside an admission.
+Rules, results and the control of prefetch are those of the reference functions in `cache/slots.py` and
+`cache/live.py`, bit by bit. Nothing is allocated and the host learns nothing, so a CUDA graph can hold both. One
+program per component: it loads the ids as a vector, gathers their slots, marks those in use by one scatter, and takes
+turns only for experts that are absent, with the slots' ages in registers. Calls that change the same tables must be
+in stream order; look-ups of other layers may run beside an admission.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualdeadline.cache.slots import CALLS, EVENTS, FREE, PROBE, USEFUL, WASTED, WINDOW, Ahead, Found, SlotTables
+from dualdeadline.cache import live
+from dualdeadline.cache import slots as rules
+from dualdeadline.cache.slots import Ahead, Found, SlotTables
 from dualdeadline.kernels import require, tl, triton
 
 LARGEST = {"pairs": 1024, "slots": 1024, "experts": 2**16}  # that keys of 64 bits and registers hold
-RULES = (FREE, PROBE, CALLS, WINDOW, len(EVENTS), USEFUL, WASTED)  # numbers of the rules, for the kernels
+RULES = (  # numbers of the rules, for the kernels
+    rules.FREE, live.TRIAL, live.CALLS, live.WINDOW, len(live.EVENTS), live.USEFUL, live.WASTED, live.IN_TIME,
+    live.LATE, live.SHORTEST, live.LONGEST, rules.OPEN, rules.JUDGED)
 PLAIN = ["layer", "row_stride", "rank_stride", "values_row_stride", "values_rank_stride", "most_gate_up", "most_down"]
 
 
@@ -92,11 +96,15 @@ def lookup_kernel(ids_ptr, slot_of_ptr, expert_of_ptr, used_ptr, guessed_ptr, cl
     _replace(slot_of_ptr, expert_of_ptr, slot, expert, fresh)
     changed = fresh >= 0
     tl.store(used_ptr + slot, clock, mask=changed)
-    tl.store(guessed_ptr + slot, 0, mask=(changed | (in_use != 0)) & (guessed != 0))
-    useful, wasted = tl.sum(in_use * guessed, 0), tl.sum(tl.where(changed, guessed, 0), 0)
+    tl.store(guessed_ptr + slot, tl.where(changed | (in_use != 0), 0, RULES[12]), mask=guessed != 0)
+    held, fresh_guess = (guessed != 0).to(tl.int32), (guessed == RULES[11]).to(tl.int32)
+    useful, wasted = tl.sum(in_use * held, 0), tl.sum(tl.where(changed, held, 0), 0)
+    in_time = tl.sum(in_use * fresh_guess, 0)
     # hits and misses are the columns 0 and 1
     step = tl.where(column == 0, tl.sum(in_use, 0), tl.where(column == 1, taken, 0))
     step = tl.where(column == RULES[5], useful, tl.where(column == RULES[6], wasted, step))
+    step = tl.where(column == RULES[7], in_time, step)
+    step = tl.where(column == RULES[8], tl.sum(fresh_guess, 0) - in_time, step)
     tl.store(counters_ptr + column, events + step, mask=column < RULES[4])
     tl.store(clock_ptr + bank, clock)
     tl.store(slots_ptr + component * M + pair, place, mask=pair < M)
@@ -107,21 +115,30 @@ def lookup_kernel(ids_ptr, slot_of_ptr, expert_of_ptr, used_ptr, guessed_ptr, cl
 
 @triton.jit
 def _settle(counters_ptr, settled_ptr, control_ptr, number, L: tl.constexpr, LAYERS: tl.constexpr, RULES: tl.constexpr):
-    """`cache.slots._settle`, past the first-level cache, since another program has just counted."""
+    """`cache.live.settle`, past the first-level cache, since another program has just counted."""
     bank = tl.arange(0, LAYERS)
     row = counters_ptr + bank * RULES[4]
-    useful = tl.sum(tl.load(row + RULES[5], mask=bank < 2 * L, other=0, cache_modifier=".cg"), 0)
-    wasted = tl.sum(tl.load(row + RULES[6], mask=bank < 2 * L, other=0, cache_modifier=".cg"), 0)
-    new = (useful - tl.load(settled_ptr)).to(tl.float64)
-    both = new + (wasted - tl.load(settled_ptr + 1)).to(tl.float64)
-    precision, weight = tl.load(control_ptr).to(tl.float64), tl.load(control_ptr + 1).to(tl.float64)
+    in_time = tl.sum(tl.load(row + RULES[7], mask=bank < 2 * L, other=0, cache_modifier=".cg"), 0)
+    late = tl.sum(tl.load(row + RULES[8], mask=bank < 2 * L, other=0, cache_modifier=".cg"), 0)
+    new = (in_time - tl.load(settled_ptr)).to(tl.float64)
+    both = new + (late - tl.load(settled_ptr + 1)).to(tl.float64)
+    precision, weight = tl.load(control_ptr), tl.load(control_ptr + 1)
+    least, pause, waiting = tl.load(control_ptr + 2), tl.load(control_ptr + 4), tl.load(control_ptr + 5)
     tl.debug_barrier()
-    if both > 0:
-        tl.store(control_ptr, ((precision * weight + new) / (weight + both)).to(tl.float32))
-        tl.store(control_ptr + 1, tl.minimum(weight + both, RULES[3]).to(tl.float32))
+    grown = tl.where(both > 0, weight.to(tl.float64) + both, 1.0)
+    mean = (precision.to(tl.float64) * weight.to(tl.float64) + new) / grown
+    precision = tl.where(both > 0, mean.to(tl.float32), precision)
+    weight = tl.where(both > 0, tl.minimum(grown, RULES[3]).to(tl.float32), weight)
+    falls = (waiting == 0) & (precision < least)
+    earned = (waiting == 0) & (falls == 0) & (weight == RULES[3])
+    tl.store(control_ptr, tl.where(waiting == 1, 1.0, precision))
+    tl.store(control_ptr + 1, tl.where(waiting == 1, RULES[1], weight))
     tl.store(control_ptr + 3, (number % RULES[2]).to(tl.float32))
-    tl.store(settled_ptr, useful)
-    tl.store(settled_ptr + 1, wasted)
+    longer = tl.minimum(2 * pause, RULES[10])
+    tl.store(control_ptr + 4, tl.where(falls, longer, tl.where(earned, RULES[9], pause)))
+    tl.store(control_ptr + 5, tl.where(falls, pause, tl.maximum(waiting - 1, 0.0)))
+    tl.store(settled_ptr, in_time)
+    tl.store(settled_ptr + 1, late)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -144,9 +161,8 @@ def admit_kernel(ids_ptr, values_ptr, slot_of_ptr, expert_of_ptr, used_ptr, gues
     own_counters = counters_ptr + bank * RULES[4]
     pair, slot, listed, column = tl.arange(0, PAIRS), tl.arange(0, SLOTS), tl.arange(0, LISTED), tl.arange(0, 8)
     number = tl.load(control_ptr + 3).to(tl.int32) + 1
-    on = tl.load(control_ptr) >= tl.load(control_ptr + 2)
     most = tl.where(component == 0, most_gate_up, most_down)
-    most = tl.where(on, most, tl.where(number % RULES[1] == 0, tl.minimum(most, 1), -1))  # -1: this call does nothing
+    most = tl.where(tl.load(control_ptr + 5) == 0, most, -1)  # -1: this call does nothing
     ids = _ids(ids_ptr, pair, row_stride, rank_stride, K, M, E)
     value = tl.load(values_ptr + (pair // K) * values_row_stride + (pair % K) * values_rank_stride, mask=pair < M,
                     other=0).to(tl.float32)
@@ -180,12 +196,13 @@ def admit_kernel(ids_ptr, values_ptr, slot_of_ptr, expert_of_ptr, used_ptr, gues
     _replace(slot_of_ptr, expert_of_ptr, slot, expert, fresh)
     changed = fresh >= 0
     tl.store(used_ptr + slot, clock, mask=changed | kept)
-    tl.store(guessed_ptr + slot, 1, mask=changed)
+    tl.store(guessed_ptr + slot, RULES[11], mask=changed)
     tl.store(source_ptr + component * ROOM + listed, source, mask=listed < ROOM)
     tl.store(dest_ptr + component * ROOM + listed, dest, mask=listed < ROOM)
     tl.store(count_ptr + component, taken)
     step = tl.where(column == RULES[5] - 1, taken, 0)
-    step = tl.where(column == RULES[6], tl.sum(tl.where(changed, guessed, 0), 0), step)
+    step = tl.where(column == RULES[6], tl.sum(tl.where(changed & (guessed != 0), 1, 0), 0), step)
+    step = tl.where(column == RULES[8], tl.sum(tl.where(changed & (guessed == RULES[11]), 1, 0), 0), step)
     tl.store(own_counters + column, events + step, mask=column < RULES[4])
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == 1:
@@ -225,7 +242,7 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, ou
     Args:
         ids: int32 or int64 [N,G], probabilities: floats [N,G], on the device of the tables.
         out: Ahead(budget, device), of this budget or a larger one. budget: of gate/up and of down.
-        control: float32[4] on the device, see `cache.slots.control`. warps: as in `lookup`.
+        control: float32[6] on the device, see `cache.slots.control`. warps: as in `lookup`.
 
     Raises:
         ValueError: a layer, budget, shapes, dtypes or devices that do not fit.
@@ -241,7 +258,7 @@ def admit(tables: SlotTables, layer: int, ids: Tensor, probabilities: Tensor, ou
         raise ValueError(f"probabilities are {probabilities.dtype} {tuple(probabilities.shape)} on "
                          f"{probabilities.device}; needed: floats {tuple(ids.shape)} on {tables.device}")
     _same("out.source", out.source, (2, room), tables)
-    _same("control", control, (4,), tables, torch.float32)
+    _same("control", control, (6,), tables, torch.float32)
     admit_kernel[(2,)](
         ids, probabilities, tables.slot_of, tables.expert_of, tables.used, tables.guessed, tables.clock,
         tables.counters, tables.settled, control, out.source, out.dest, out.count, out.arrived, float(threshold), layer,

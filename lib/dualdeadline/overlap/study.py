@@ -131,8 +131,12 @@ def steps_of(
     per_prompt: int,
     seed: int,
     component_bytes,
+    layers: int = 0,
 ) -> steps.Steps:
     """Decode steps of the first `prompts` prompts of a split, with the scores of some predictors at those steps.
+
+    Args:
+        layers: only the first so many MoE layers of each step (0: all).
 
     Kept in `<workspace>/steps.safetensors`: where there are no traces (a GPU machine, say) that file is enough.
 
@@ -148,6 +152,7 @@ def steps_of(
         prompts=prompts,
         per_prompt=per_prompt,
         seed=seed,
+        **({"layers": layers} if layers else {}),
     )
     if not (workspace.traces / corpus).exists() and path.exists():
         return steps.Steps.load(path, component_bytes, **made_for)
@@ -162,7 +167,9 @@ def steps_of(
     for label in labels:
         for horizon in horizons:
             file = workspace.scores / fits.folder[label, horizon] / f"{corpus}.safetensors"
-            scores[label, horizon] = replay.scores_of(str(file), len(routes))[rows]
+            found = replay.scores_of(str(file), len(routes))[rows]
+            scores[label, horizon] = found[:, : layers - horizon] if layers else found
+    routes = routes[:, :layers] if layers else routes
     steps.Steps(routes, prompt, experts, rows, scores, component_bytes).save(path, **made_for)
     return steps.Steps.load(path, component_bytes, **made_for)  # rounded as on the machine that measures
 

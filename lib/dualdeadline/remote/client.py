@@ -6,11 +6,12 @@ if number, tag, experts, shape and dtype are those that were asked for; anything
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ class Client:
         self.timeout_s, self.patience_s, self.pause_s = timeout_s, patience_s, pause_s
         self.counts, self.parts_ms, self.lock = Counter(), Counter(), threading.RLock()
         self.connection: socket.socket | None = None
+        self.asking = self.given_up = False  # a request is under way; whoever waits for its answer is to stop
         self.number, self.keys, self.lead_s = 0, (b"", b""), 0.0  # the last: spent before a request is packed
         self.known: dict | None = None
         self.known = self.ask({"op": "info"})[0]
@@ -147,25 +149,52 @@ class Client:
             RemoteError, RuntimeError: as `experts`.
         """
         with self.lock:
-            failed, garbage, pause, end = None, 0, self.pause_s, None
-            while True:
-                try:
-                    return self._once(meta, tensors or {}, check)
-                except OSError as error:
-                    self.close()
-                    failed, garbage = error, garbage + isinstance(error, frames.BadFrame)
-                if isinstance(failed, PermissionError | RemoteError):
-                    raise failed
-                end = end or time.monotonic() + self.patience_s
-                if garbage >= GARBAGE or time.monotonic() + pause > end:
-                    what = meta["op"] + (f" of layer {meta['layer']}" if "layer" in meta else "")
-                    raise RemoteError(
-                        f"worker {self.address} gives no usable answer to {what} "
-                        f"({type(failed).__name__}: {failed}); needed: a worker that runs"
-                    ) from failed
-                self.counts["retries"] += 1
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_S)
+            try:
+                self.asking = True
+                return self._asked(meta, tensors or {}, check)
+            except RuntimeError:  # the worker refuses: an answer like others
+                raise
+            except BaseException:  # one that was interrupted would leave its answer to the next request
+                self.close()
+                raise
+            finally:
+                self.asking = False
+
+    def _asked(self, meta: Mapping, tensors: Mapping[str, Tensor], check) -> tuple[dict, dict]:
+        failed, garbage, pause, end = None, 0, self.pause_s, None
+        while True:
+            try:
+                return self._once(meta, tensors, check)
+            except OSError as error:
+                self.close()
+                failed, garbage = error, garbage + isinstance(error, frames.BadFrame)
+            if self.given_up:
+                raise RemoteError(f"the request to worker {self.address} was given up") from failed
+            if isinstance(failed, PermissionError | RemoteError):
+                raise failed
+            end = end or time.monotonic() + self.patience_s
+            if garbage >= GARBAGE or time.monotonic() + pause > end:
+                what = meta["op"] + (f" of layer {meta['layer']}" if "layer" in meta else "")
+                raise RemoteError(
+                    f"worker {self.address} gives no usable answer to {what} "
+                    f"({type(failed).__name__}: {failed}); needed: a worker that runs"
+                ) from failed
+            self.counts["retries"] += 1
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_S)
+
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Inside it whoever waits for an answer, in another thread, stops with an error; its connection is dropped."""
+        self.given_up = True
+        try:
+            connection = self.connection
+            if self.asking and connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            yield
+        finally:
+            self.given_up = False
 
     def _once(self, meta: Mapping, tensors: Mapping[str, Tensor], check) -> tuple[dict, dict]:
         if self.connection is None:

@@ -27,7 +27,7 @@ LINKS = {  # delay of each direction in ms, rate in Mbit/s
     "namespaces, 0.5 ms each way": (0.5, 0.0),
 }
 RELAY_MS = 0.5
-WARMUP, LEAST_MS, MOST = 2, 1.0, 0.03  # of round trips from 1 ms on, parts may leave out 3 %
+WARMUP, LEAST_MS, MOST = 1, 1.0, 0.03  # of round trips from 1 ms on, parts may leave out 3 %
 LEFT = "not accounted for"
 COLUMNS = ["shape", "link", "rows", "pairs", "part", "ms", "low", "high", "n", "why"]
 

@@ -220,5 +220,6 @@ class RemoteLayers:
                 self.tables.counters[number, COUNTERS.index(f"{event}_{part}")] += count
 
     def forget(self) -> None:
-        """After an error: wait for what is under way; slots hold what they always hold."""
-        self.lanes.settle()
+        """After an error: give up a request that is under way; slots hold what they always hold."""
+        with self.store.client.giving_up():
+            self.lanes.settle()

@@ -8,7 +8,6 @@ from dualdeadline.report import overlap
 from dualdeadline.report.tables import Subject, Table, conditions
 
 STAGE = "09_decode"
-LARGE = "qwen-sizes"  # key of the records of Qwen3.6's sizes
 WORDS = {"demand_serial": "one deadline", "staged_barrier": "two deadlines"}
 
 
@@ -37,6 +36,19 @@ def control(rows: pd.DataFrame) -> pd.DataFrame:
     part = part.assign(variant=part.variant.str.removesuffix("-no prefetch")) if len(part) else part
     frame = part.set_index(key)[["median", "low", "high"]] if len(part) else pd.DataFrame(columns=["median"])
     return frame.rename_axis(index=["guesses", "slots", "from", "break-even"]) if len(part) else frame
+
+
+def stopped(rows: pd.DataFrame) -> pd.DataFrame:
+    """Replayed guesses under the live control: how often they were let through, and what crossed for them."""
+    part = rows[rows.kind == "replayed"]
+    part = part.assign(slots=part["config.slots"].astype(int), least=part["config.break_even"].astype(float))
+    names = {
+        "on_share": "calls with guesses",
+        "in_time_share": "asked for in time",
+        "more_components": "more components per token",
+    }
+    wide = part.pivot_table(index=["variant", "slots", "least"], columns="metric", values="median", sort=False)
+    return wide[list(names)].rename(columns=names).rename_axis(index=["guesses", "slots", "break-even"], columns=None)
 
 
 def _own_link(part: pd.DataFrame) -> pd.Series:
@@ -247,34 +259,6 @@ def answer(rows: pd.DataFrame) -> str:
         f"{by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
         f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )
-
-
-def large_answer(rows: pd.DataFrame) -> str:
-    """What was measured at Qwen3.6's sizes, in Markdown."""
-    if rows.empty or not len(steps(rows)):
-        return "Decode steps at Qwen3.6's sizes have not been measured yet; needed: this notebook run on a GPU."
-    counts, raw, coded = sorted(set(steps(rows).slots)), ratios(rows, "raw"), ratios(rows, "coded")
-    cold, warm = (steps(rows, "tokens_per_s", kept) for kept in (False, True))
-    said = ", ".join(_speed_of(rows, count, False) for count in counts[:-1])
-    kept = ", ".join(_speed_of(rows, count, True) for count in sorted(set(warm.slots)))
-    off = errors(rows)["off by, %"].abs()
-    return (
-        f"Tokens/s without prediction at Qwen3.6's sizes, routes {_driven_by(cold)}: slots empty at each prompt "
-        f"{said} of {counts[-1]} slots, {best(rows, counts[-1]):.0f} with everything resident"
-        + (f"; slots that stay warm {kept}" if kept else "")
-        + f". A step takes {raw.min():.2f} to {raw.max():.2f} (raw) and {coded.min():.2f} to {coded.max():.2f} "
-        f"(encoded) times the resident step plus the link time of its bytes ({link_gbps(rows):.1f} GB/s)."
-        + (f" Simulated steps are off by {off.median():.1f} % (median)." if len(off) else "")
-    )
-
-
-def _speed_of(rows: pd.DataFrame, slots: int, warm: bool) -> str:
-    return f"{best(rows, slots, warm=warm):.0f} at {slots} (hit rate {hit_rate(rows, slots, warm):.2f})"
-
-
-def _driven_by(part: pd.DataFrame) -> str:
-    (name,) = set(part["config.routes"])
-    return "synthetic" if name == "synthetic" else f"of {name}, tiled over the layers"
 
 
 def engine_steps(about: Subject) -> Table:

@@ -56,6 +56,7 @@ LOOKS = {
     "next_token": ("next token", PURPLE, SOLID),
     "scattered,_serial": ("nine tensors, serial", GREY, SOLID),
     "scattered,_parallel": ("nine tensors, parallel", GREY, DASHED),
+    "record,_serial": ("one record, serial", BLUE, DASHED),
     "record,_raw": ("one record", BLUE, SOLID),
     "record,_encoded": ("one record, encoded", VERMILLION, SOLID),
     "grouped_mm": ("transformers grouped_mm", GREEN, SOLID),

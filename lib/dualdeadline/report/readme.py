@@ -62,12 +62,13 @@ resident, and accelerate's offload {engine_accelerate} (measured). In its graph 
 multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
 perfect ones by {engine_oracle}.
 
-**Below host memory**, one contiguous record per expert reaches on a cold SSD {tier_record_share} of the rate of plain
-direct reads, and is faster than nine scattered tensors read one by one by a factor of {tier_record_times}; its install
-takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7; a layer's other work is a
-pause of stated length): **{verdict_h7}**; their time over demand's: {tier_ahead}. A worker on the same machine
-answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products. Joules per token,
-two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
+**Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
+{tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors
+read one by one take {tier_record_times} times as long, by as many threads {tier_record_parallel}; the install of a
+record takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7; a layer's other
+work is a pause of stated length): **{verdict_h7}**; their time over demand's: {tier_ahead}. A worker on the same
+machine answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products. Joules per
+token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
@@ -83,14 +84,14 @@ def markdown(made: Table) -> str:
     return f"{_pipes(made.frame)}\n\n{made.caption} Made by {latex.made_by(made.rows)}.\n"
 
 
-def _prose(template: str, about: Subject) -> str:
-    said = template.format(**numbers.by_name(about))
-    return "\n\n".join(textwrap.fill(part, 130) for part in said.strip().split("\n\n")) + "\n"
+def _prose(template: str, said: dict[str, str]) -> str:
+    parts = template.format(**said).strip().split("\n\n")
+    return "\n\n".join(textwrap.fill(part, 130) for part in parts) + "\n"
 
 
-def answer(about: Subject) -> str:
+def answer(about: Subject, said: dict[str, str]) -> str:
     """The result on one screen; numbers and verdict words come from records."""
-    return f"{_prose(ANSWER, about)}\n{markdown(short.changes(about))}\n{markdown(short.speeds(about))}"
+    return f"{_prose(ANSWER, said)}\n{markdown(short.changes(about))}\n{markdown(short.speeds(about))}"
 
 
 def verdicts(about: Subject) -> str:
@@ -104,13 +105,14 @@ def costs(about: Subject) -> str:
     return markdown(runtime.minutes(about.workspace))
 
 
+# what a block is made from: the subject, and the numbers that prose quotes
 BLOCKS = {
     "answer": answer,
-    "results": lambda about: _prose(RESULTS, about),
-    "headline": lambda about: markdown(prediction.headline(about)),
-    "verdicts": verdicts,
-    "costs": costs,
-    "families": lambda about: families.table(),
+    "results": lambda about, said: _prose(RESULTS, said),
+    "headline": lambda about, said: markdown(prediction.headline(about)),
+    "verdicts": lambda about, said: verdicts(about),
+    "costs": lambda about, said: costs(about),
+    "families": lambda about, said: families.table(),
 }
 
 
@@ -124,9 +126,11 @@ def filled(text: str, about: Subject) -> str:
     if sorted(found) != sorted(BLOCKS):
         raise ValueError(f"README has blocks {sorted(found)}; needed, once each: {sorted(BLOCKS)}")
 
+    said = numbers.by_name(about)
+
     def block(match: re.Match) -> str:
         name = match["name"]
-        return f"<!-- begin:{name} -->\n{BLOCKS[name](about)}<!-- end:{name} -->"
+        return f"<!-- begin:{name} -->\n{BLOCKS[name](about, said)}<!-- end:{name} -->"
 
     return BLOCK.sub(block, text)
 

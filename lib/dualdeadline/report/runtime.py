@@ -35,7 +35,7 @@ def add(recorder: record.Recorder, workspace: paths.Workspace) -> int:
 
 def minutes(workspace: paths.Workspace) -> Table:
     """Minutes per stage and in total, with the machine they were taken on."""
-    rows = rows_of(workspace, STAGE, "run_minutes").sort_values("variant")
+    rows = rows_of(workspace, STAGE, "run_minutes", None).sort_values("variant")
     rows = rows[rows["scope.profile"] == workspace.profile]
     lines = [
         [name, text.value(value, digits=1)]

@@ -37,9 +37,9 @@ def table(frame: pd.DataFrame, name: str, caption: str, workspace: paths.Workspa
 
 
 def rows_of(
-    workspace: paths.Workspace, stage: str, metric: str | list[str], model: str = MODEL, **fixed
+    workspace: paths.Workspace, stage: str, metric: str | list[str], model: str | None = MODEL, **fixed
 ) -> pd.DataFrame:
-    """Record rows of one metric (or several) with config keys fixed, e.g. `horizon=1`.
+    """Record rows of one metric (or several) with config keys fixed, e.g. `horizon=1`; of every model with None.
 
     Raises:
         FileNotFoundError: the stage has written no records yet (names the stage).

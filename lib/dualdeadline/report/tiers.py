@@ -84,7 +84,11 @@ def reads(rows: pd.DataFrame) -> pd.DataFrame:
 def _wide(part: pd.DataFrame, metrics: dict[str, str], index: dict[str, str]) -> pd.DataFrame:
     """A column per metric and an index of some columns of the rows, both under their names for readers."""
     frame = part.pivot_table(index=list(index), columns="metric", values="median", sort=False)
-    return frame[list(metrics)].rename(columns=metrics).rename_axis(index=list(index.values()), columns="metric")
+    return (
+        frame.reindex(columns=list(metrics))
+        .rename(columns=metrics)
+        .rename_axis(index=list(index.values()), columns="metric")
+    )
 
 
 def layouts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -105,13 +109,16 @@ def installs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def cold(rows: pd.DataFrame) -> pd.DataFrame:
-    """Cold decode by layout and slots: tokens/s of the tier alone, share of the disk's rate, times scattered."""
+    """Cold decode by layout and slots: tokens/s of the tier alone; bytes at the rate of a disk that always has reads in
+    flight, and a plain loop of the same reads, over its time; and times scattered tensors, serial and parallel."""
     columns = {
         "cold_tokens_per_s": "tokens/s",
         "cold_misses": "misses",
         "cold_disk_gbps": "disk, GB/s",
         "cold_disk_share": "share of the disk",
-        "cold_speedup": "times scattered",
+        "cold_loop_share": "share of a plain loop",
+        "cold_times_serial": "times scattered",
+        "cold_times_parallel": "times parallel",
     }
     part = of(rows, *columns)
     part = part.assign(slots=part["config.slots"].astype(int))
@@ -137,12 +144,11 @@ def draw_cold(rows: pd.DataFrame):
 def settings(rows: pd.DataFrame, *splits: str) -> pd.DataFrame:
     """Reads ahead by setting: ms per token, ratio to demand with interval, and what the accounting says of it."""
     keys = ["machine", "config.pause_ms", "config.slots", "variant", "config.ahead", "config.rule"]
-    part = of(rows, "tier_ms")
-    part = part[part["config.split"].isin(splits)].set_index(keys)
+    rows = rows[rows["config.split"].isin(splits)]
+    part = of(rows, "tier_ms").set_index(keys)
     frame = pd.DataFrame({"ms": part["median"]})
     for name in ("time_ratio", "hit_rate", "lead_ms", "read_ms", "useful", "wasted", "late", "bound_ms"):
-        found = of(rows, f"tier_{name}")
-        found = found[found["config.split"].isin(splits)].set_index(keys)
+        found = of(rows, f"tier_{name}").set_index(keys)
         frame[name] = found["median"]
         if name == "time_ratio":
             frame[["low", "high"]] = found[["low", "high"]]
@@ -182,6 +188,8 @@ def engine(rows: pd.DataFrame) -> pd.DataFrame:
         "engine_hit_rate": "hits in slots",
         "engine_reads": "reads",
         "engine_ssd_bytes": "bytes read",
+        "engine_step_share": "plain reads over the step",
+        "engine_net_share": "over what host memory does not take",
     }
     return _wide(of(rows, *columns), columns, {"machine": "machine", "variant": "experts in"})
 

@@ -22,18 +22,22 @@ def _rows(about: Subject, *metrics: str) -> pd.DataFrame:
 
 def cold_decode(about: Subject) -> Table:
     """Cold decode steps by layout."""
-    rows = _rows(about, "cold_tokens_per_s", "cold_misses", "cold_disk_gbps", "cold_disk_share", "cold_speedup")
+    shares = ("disk_share", "loop_share", "times_serial", "times_parallel")
+    rows = _rows(about, *(f"cold_{name}" for name in ("tokens_per_s", "misses", "disk_gbps", *shares)))
     shown = tiers.cold(rows).reset_index().drop(columns="disk, GB/s")
-    digits = {"tokens/s": 1, "misses": 0, "share of the disk": 2, "times scattered": 2}
-    for name, places in digits.items():
-        shown[name] = [text.value(value, digits=places) for value in shown[name]]
+    names = ("share of the disk", "share of a plain loop", "times scattered", "times parallel")
+    for name, places in {"tokens/s": 1, "misses": 0, **dict.fromkeys(names, 2)}.items():
+        shown[name] = ["–" if pd.isna(value) else text.value(value, digits=places) for value in shown[name]]
+    shown = shown.rename(columns=dict(zip(names, ("of the disk", "of a loop", "scattered", "parallel"))))
     shown["layout"] = shown["layout"].map(look.label)
     caption = (
         "Decode steps whose misses find the disk cold, under recorded routes: tokens per second of the tier alone (no "
-        "attention, no products), misses per token, share of the rate of plain direct reads, and speed over nine "
-        f"scattered tensors read one by one. {conditions(rows)} tokens."
+        "attention, no products), misses per token; over its time that of the same bytes at the rate of a disk that "
+        "always has reads in flight (of the disk), and of a plain loop that reads as many records per layer and waits "
+        "for them (of a loop); and how many times as long nine scattered tensors take, read one by one (scattered) and "
+        f"by as many threads (parallel). {conditions(rows)} tokens."
     )
-    return Table("cold_decode", caption, shown.astype({"slots": str}), rows, wide=True, align="lrlrrrr")
+    return Table("cold_decode", caption, shown.astype({"slots": str}), rows, wide=True, align="lrlrrrrrr")
 
 
 def reads_ahead(about: Subject) -> Table:
@@ -96,7 +100,9 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
         "cold_tokens_per_s",
         "cold_misses",
         "cold_disk_gbps",
-        "cold_speedup",
+        "cold_loop_share",
+        "cold_times_serial",
+        "cold_times_parallel",
         "install_ms",
         "install_ratio",
         "remote_ms",
@@ -115,8 +121,10 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
             for row in ahead.itertuples()
         ),
         "tier_record_share": _by_machine(cold["share of the disk"]),
+        "tier_record_loop": _by_machine(cold["share of a plain loop"]),
         "tier_record_times": _by_machine(cold["times scattered"], 1),
-        "tier_install": "; ".join(f"{value:.2f} ({key[0]})" for key, value in installs.items()),
+        "tier_record_parallel": _by_machine(cold["times parallel"], 1),
+        "tier_install": "; ".join(f"{value:.2f} ({key[0]}, {key[1]})" for key, value in installs.items()),
         "tier_remote": ", ".join(f"{ms:.1f} ms for {key[1]}" for key, ms in remote["round trip"].items()),
         "tier_remote_compute": "; ".join(f"{low:.0%} to {high:.0%}" for low, high in share.to_numpy()),
     }

@@ -35,7 +35,14 @@ def comparisons(workspace: paths.Workspace, name: str, model: str) -> tuple[pd.D
     """
     if name not in hypotheses():
         raise KeyError(f"hypothesis {name!r} is not in protocol.yaml; known: {', '.join(hypotheses())}")
-    test, stage = hypotheses()[name]["test"], hypotheses()[name]["stage"]
+    entry = hypotheses()[name]
+    return compared(workspace, name, entry["stage"], entry["test"], model)
+
+
+def compared(
+    workspace: paths.Workspace, name: str, stage: str, test: dict, model: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Every comparison of a test in the protocol's form, under the name given; as `comparisons`."""
     rows = record.read(workspace, stage, model)
     rows = rows[rows["metric"] == test["metric"]]
     lines, used = [], []

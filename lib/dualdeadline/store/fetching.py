@@ -16,19 +16,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dualdeadline import wire
 from dualdeadline.schedule import COMPONENTS
+from dualdeadline.store.installs import Installs
 from dualdeadline.store.layout import Layout
 from dualdeadline.store.options import SsdOptions
-from dualdeadline.store.pages import Memory, as_bytes, is_aligned
+from dualdeadline.store.pages import Memory, is_aligned
 from dualdeadline.store.reader import FADE, Reader
 from dualdeadline.store.tier import HostTier, Job, Row, Staging, in_time
 
 
-class Fetching:
+class Fetching(Installs):
     """Reads of the experts of a file, for slots on a device.
 
     Args:
@@ -36,7 +37,8 @@ class Fetching:
     """
 
     def __init__(self, layout: Layout, options: SsdOptions, memory: Memory):
-        self.layout, self.options, self.memory, self.pinned = layout, options, memory, memory.pinned
+        super().__init__(layout)
+        self.options, self.memory, self.pinned = options, memory, memory.pinned
         self.staging = Staging(options.depth + 1, layout.largest, memory)  # one more for a guess that is on its way
         self.tier = None
         if options.host_slots:
@@ -44,14 +46,8 @@ class Fetching:
         self.reader = Reader(layout.path, options.depth, options.direct, options.read)
         self.counts, self.lock = Counter(), threading.RLock()
         self.layer_ms: float | None = None
-        self._zero_one: tuple[Tensor, Tensor] | None = None
         self._entered: tuple[int, float] | None = None
         self._jobs: dict[tuple[int, int, tuple[str, ...]], Job] = {}
-
-    @property
-    def coded(self) -> bool:
-        """Whether components are wire records."""
-        return self.layout.coded
 
     @property
     def nbytes(self) -> int:
@@ -74,27 +70,33 @@ class Fetching:
                 self._jobs[number, expert, tuple(into)] = job
                 if self.tier:
                     self.tier.use(number, expert)
-            self._pump()
+            self._pump(wake=False)
 
-    def _pump(self) -> None:
-        """Begin what waits, in order, until rows run out."""
+    def _pump(self, wake: bool = True) -> None:
+        """Begin what waits, in order, until rows run out.
+
+        Args:
+            wake: a thread also for the first; False: whoever waits for a layer's reads makes one of them.
+        """
         for job in list(self._jobs.values()):
-            if not job.begun and not self._start(job, urgent=True):
-                return
+            if not job.begun:
+                if not self._start(job, True, wake):
+                    return
+                wake = True
 
-    def _start(self, job: Job, urgent: bool) -> bool:
+    def _start(self, job: Job, urgent: bool, wake: bool = True) -> bool:
         """Find the components of a job, or read them; False if there is no row for them."""
         if self.tier and self._from_tier(job, urgent):
             return True
         missing = {part: slot for part, slot in job.into.items() if part not in job.views}
         if self._direct(missing):
-            memory = {part: as_bytes(slot) for part, slot in missing.items()}
+            memory = {part: self.bytes_of(slot) for part, slot in missing.items()}
         else:
             job.row = self.staging.take(1 if urgent else 0)
             if job.row is None:
                 return False
             memory = self._into_row(job, job.row, missing)
-        job.reads.append(self.reader.submit(self.layout.record(job.number, job.expert), memory, urgent))
+        job.reads.append(self.reader.submit(self.layout.record(job.number, job.expert), memory, urgent, wake))
         job.begun = True
         return True
 
@@ -103,13 +105,11 @@ class Fetching:
         kept = self.tier is not None  # exclusive ones leave a slot only once what lay there is copied out
         return not (self.coded or self.pinned or kept) and all(is_aligned(slot) for slot in into.values())
 
-    def _into_row(self, job: Job, row: Row, parts: Iterable[str]) -> dict:
+    def _into_row(self, job: Job, row: Row, parts: Iterable[str]) -> dict[str, np.ndarray]:
         """Memory of components in a row, as the record has them; notes where they are to be copied from."""
         record, memory = self.layout.record(job.number, job.expert), {}
         for part in parts:
-            place = record.parts[part]
-            job.views[part] = row.data[place.start : place.start + place.nbytes]
-            memory[part] = as_bytes(row.data[place.start : place.start + place.padded])
+            job.views[part], memory[part] = self.place(row, part, record.parts[part])
         return memory
 
     def _from_tier(self, job: Job, urgent: bool) -> bool:
@@ -153,7 +153,7 @@ class Fetching:
 
     @contextmanager
     def fetched(self, number: int, expert: int, into: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Wait for components; bytes of those that are still to be copied into their slots, by component.
+        """Wait for components; those that are still to be copied into their slots: weights, or a wire record's bytes.
 
         On a GPU the copies are issued inside the context, on the current stream.
 
@@ -203,9 +203,8 @@ class Fetching:
             if held is None:
                 return
             self.counts["given_up"] += 1
-            place = self.layout.record(number, expert).parts[component]
-            view = held.row.data[place.start : place.start + place.nbytes]
-            view.view(slot.dtype).view(slot.shape).copy_(slot, non_blocking=True)
+            view, _ = self.place(held.row, component, self.layout.record(number, expert).parts[component])
+            view.copy_(slot, non_blocking=True)
             held.parts[component] = None
             if self.pinned:
                 held.row.event = torch.cuda.Event()
@@ -237,30 +236,6 @@ class Fetching:
         read = self.reader.submit(self.layout.record(number, expert), memory, urgent=False)
         held.parts, held.guessed = dict.fromkeys(COMPONENTS, read), True
         self.counts["ahead"] += 1
-
-    def put(self, component: str, view: Tensor, into: Tensor) -> None:
-        """Install a component in its slot from its bytes in host memory; on a GPU in the current stream."""
-        if self.coded and into.device.type == "cuda":
-            from dualdeadline.kernels import wire as kernel
-
-            zero, one = self._numbers(into.device)
-            kernel.decode(view[None], into[None], zero, zero, one)
-        elif self.coded:
-            into.copy_(self.tensor(component, view), non_blocking=True)
-        else:
-            into.view(-1).view(torch.uint8).copy_(view, non_blocking=True)
-
-    def _numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._zero_one is None:
-            self._zero_one = tuple(torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 1))
-            torch.cuda.synchronize(device)  # made in another stream than the one that reads them
-        return self._zero_one
-
-    def tensor(self, component: str, data: Tensor) -> Tensor:
-        """Weights from a component's bytes, uint8 in host memory."""
-        if self.coded:
-            return wire.decode(wire.WireRecord(data), threads=1, verify=False).view(self.layout.shapes[component])
-        return data.view(self.layout.dtype).view(self.layout.shapes[component])
 
     def settle(self) -> None:
         """After an error: no read writes anywhere any more, and rows are free."""

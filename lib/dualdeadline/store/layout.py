@@ -2,8 +2,8 @@
 
     records.bin   records of all experts, layer by layer; a record is gate/up, zeros up to a multiple of 4,096 bytes,
                   down, zeros; a component is its weights as they are, or a wire record
-    store.json    written last: key of the experts, sizes, and per record where it lies and CRC-32 of its pieces of
-                  1 MiB (pieces begin anew with each component, so that one can be read and verified alone)
+    store.json    written last: key of the experts, sizes, and per record where it lies and XXH3-64 of its pieces
+                  of 1 MiB (pieces begin anew with each component, so that one can be read and verified alone)
 
 A conversion can be killed at any time and goes on where it stopped; without `store.json` no reader opens the folder.
 """
@@ -11,7 +11,7 @@ A conversion can be killed at any time and goes on where it stopped; without `st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,13 @@ from tqdm.auto import tqdm
 from dualdeadline import wire
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import sources
-from dualdeadline.store.pages import aligned, as_bytes, drop
+from dualdeadline.store.pages import aligned, as_bytes, checksum, drop
 from dualdeadline.store.pinned import BITS, WIRES
 from dualdeadline.wire import appended
-from dualdeadline.wire.format import ALIGN, align, checksum
+from dualdeadline.wire.format import ALIGN, align
 
 PIECE = 2**20  # bytes under one checksum
+SUMS = "XXH3-64"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Part:
     """A component inside its record.
 
     Attributes:
-        start: in the record. nbytes: without padding. sums: CRC-32 of each piece, padding included.
+        start: in the record. nbytes: without padding. sums: XXH3-64 of each piece, padding included.
     """
 
     start: int
@@ -68,12 +69,23 @@ class Record:
             if found != wanted:
                 raise ValueError(bad_piece(self.name, component, path, number, found, wanted))
 
+    def runs(self, components: Iterable[str]) -> list[list[str]]:
+        """Those components that lie one behind the other in the file, together."""
+        runs: list[list[str]] = []
+        for name in sorted(components, key=lambda name: self.parts[name].start):
+            last = self.parts[runs[-1][-1]] if runs else None
+            if last and last.start + last.padded == self.parts[name].start:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        return runs
+
 
 def bad_piece(name: str, component: str, path: Path, number: int, found: int, wanted: int) -> str:
     """What to say of bytes that are not those that were written."""
     return (
-        f"record {name} of {path} is altered: MiB {number} of {component} has CRC-32 {found & 0xFFFFFFFF:08x}; needed: "
-        f"{wanted & 0xFFFFFFFF:08x}. Convert again into an empty folder"
+        f"record {name} of {path} is altered: MiB {number} of {component} has {SUMS} {found:016x}; needed: "
+        f"{wanted:016x}. Convert again into an empty folder"
     )
 
 
@@ -98,6 +110,11 @@ class Layout:
         said = appended.read(self.folder, key)
         if "layers" not in said:
             raise ValueError(f"{self.folder} holds no experts' records; needed: a folder of store.layout.convert")
+        if said.get("sums") != SUMS:
+            raise ValueError(
+                f"{self.folder} has sums of kind {said.get('sums', 'CRC-32')}; needed: {SUMS}, converted into an "
+                "empty folder"
+            )
         self.key, self.coded, self.L, self.E = said["key"], said["wire"] == "coded", said["layers"], said["experts"]
         self.dtype = getattr(torch, said["dtype"])
         self.shapes = {part: tuple(shape) for part, shape in zip(COMPONENTS, said["shapes"], strict=True)}
@@ -147,6 +164,7 @@ def convert(
         "wire": wire,
         "bits": BITS if wire == "coded" else 0,
         "piece": PIECE,
+        "sums": SUMS,
         "layers": source.L,
         "experts": source.E,
         "dtype": str(first["down"].dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""Memory at multiples of 4,096 bytes, and what of a file lies in the page cache."""
+"""Memory at multiples of 4,096 bytes, sums of what lies there, and what of a file lies in the page cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from dualdeadline.wire.format import ALIGN
@@ -71,6 +72,11 @@ def is_aligned(tensor: Tensor) -> bool:
 def as_bytes(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous tensor on the CPU as bytes, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def checksum(data: np.ndarray) -> int:
+    """XXH3-64 of bytes: five to ten times as fast as CRC-32, which took as long as an SSD takes for the same bytes."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class HostStore:
 
     def _pin(self, tensor: Tensor) -> Tensor:
         """Pin the pages where they are: no copy, and no rounding up to a power of two."""
-        if tensor.is_pinned() or self.why_not:
+        known = any(tensor.data_ptr() == other.data_ptr() for other in self._registered)  # shared by layers
+        if known or tensor.is_pinned() or self.why_not:
             return tensor
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error):
@@ -139,9 +140,13 @@ class HostStore:
         copy = HostStore([], coded=True, pinned=self.pinned)
         copy.layers = self.layers
         for part in COMPONENTS:
+            made: dict[int, Tensor] = {}  # layers may hold the very same weights
             for weights in self.sources[part]:
-                found = _records(weights)
-                copy.sources[part].append(copy._pin(found) if copy.pinned else found)
+                place = weights.data_ptr()
+                if place not in made:
+                    found = _records(weights)
+                    made[place] = copy._pin(found) if copy.pinned else found
+                copy.sources[part].append(made[place])
         return copy
 
     def unpin(self) -> None:

@@ -1,64 +1,63 @@
 """Reads records past the page cache: O_DIRECT into aligned memory, several at a time, each verified.
 
 One read per record or component: preadv scatters a record's components straight to where each belongs. Threads keep up
-to `depth` reads in flight; what the router asked for goes before what was guessed. A read that fails, is cut short or
-does not match its checksums is made once more; then the run stops with the name of the record.
+to `depth` reads in flight; what the router asked for goes before what was guessed. Who waits for a read that nobody
+has begun makes it himself: waking a thread takes as long as a small read. A read that fails, is cut short or does not
+match its checksums is made once more; then the run stops with the name of the record.
 """
 
 from __future__ import annotations
 
-import errno
 import heapq
 import itertools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 
+from dualdeadline.store.file import ReadFunction, RecordFile, ReplacedError
 from dualdeadline.store.layout import PIECE, Record, bad_piece
-from dualdeadline.wire.format import ALIGN, checksum
+from dualdeadline.store.pages import checksum
+from dualdeadline.task import Task
+from dualdeadline.wire.format import ALIGN
 
 DEPTH = 8  # reads in flight; what notebook 10 sweeps
 ATTEMPTS = 2  # of one read
+ALONE = 4  # pieces of 1 MiB that the reading thread sums itself: about as long as others take to begin
+LOOK_S = 1e-3  # after which the file is looked at again while reads follow one another
 FADE = 0.9  # weight of the past in the running mean of read times
-ReadFunction = Callable[[int, Sequence, int], int]  # as os.preadv: descriptor, buffers, offset -> bytes read
 
 
-class ReplacedError(RuntimeError):
-    """The file of the records is not the one that was opened."""
+class Read(Task):
+    """A read that was handed in; `result()` waits for it, or makes it, and raises what went wrong."""
 
+    def __init__(self, reader: Reader, record: Record, parts: Mapping[str, np.ndarray], urgent: bool):
+        super().__init__()
+        self.reader, self.record, self.parts, self.urgent = reader, record, dict(parts), urgent
 
-class Read:
-    """A read that was handed in; `result()` waits for it and raises what went wrong."""
-
-    def __init__(self, record: Record, parts: Mapping[str, np.ndarray], urgent: bool):
-        self.record, self.parts, self.urgent, self.future = record, dict(parts), urgent, Future()
-
-    def result(self) -> None:
-        self.future.result()
-
-    @property
-    def done(self) -> bool:
-        return self.future.done()
+    def result(self, timeout_s: float | None = None) -> None:
+        while not self.done and self.reader.help(self):
+            pass
+        super().result(timeout_s)
 
 
 class Reader:
     """Reads of one file.
 
     Args:
-        path: records as `layout.convert` writes them. depth: reads in flight.
+        path: records as `layout.convert` writes them. depth: reads in flight (one more while
+            who waits makes one).
         direct: try O_DIRECT. read: what reads, for tests that let it fail.
         verify: False only to measure what sums cost.
 
     Attributes:
-        path_kind: "direct", or "buffered (why)". counts: reads, bytes, retries.
-        ms: running mean of the time of one read (None: none yet).
+        counts: reads, bytes, retries. ms: running mean of the time of one read (None: none yet).
     """
 
     def __init__(
@@ -66,41 +65,31 @@ class Reader:
     ):
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise ValueError(f"depth is {depth!r}; needed: a whole number above 0")
-        self.file, self.read, self.depth, self.verify = Path(path), read or os.preadv, depth, verify
-        self.path_kind, self.counts, self.ms = "direct", Counter(), None
-        self.descriptor = self._open(direct)
-        self.identity = _identity(os.fstat(self.descriptor))
+        self.file, self.depth, self.verify = RecordFile(path, direct, read), depth, verify
+        self.counts, self.ms = Counter(), None
         self._queue: list[tuple[bool, int, Read]] = []
         self._turn, self._closed = itertools.count(), False
-        # taken itself, and news by a queue: an interrupted caller of threading.Condition can keep its lock for ever, or
-        # let a later notification go astray
+        # a lock that is taken itself, and news by a queue: an interrupted caller of threading.Condition can keep its
+        # lock for ever, or let a later notification go astray
         self._lock, self._news = threading.RLock(), SimpleQueue()
-        self._rest = threading.Condition(self._lock)  # notified by the reading threads only
-        self._running, self._left = 0, depth
+        self._running: set[Read] = set()
+        self._left, self._looked = depth, 0.0
         self._sums = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="dualdeadline-sums")
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(depth)]
         for thread in self._threads:
             thread.start()
 
-    def _open(self, direct: bool) -> int:
-        if not direct:
-            self.path_kind = "buffered (asked for)"
-        elif not hasattr(os, "O_DIRECT"):
-            self.path_kind = "buffered (this system has no O_DIRECT)"
-        else:
-            try:
-                return os.open(self.file, os.O_RDONLY | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.path_kind = "buffered (the file system refuses O_DIRECT)"
-        return os.open(self.file, os.O_RDONLY)
+    @property
+    def path_kind(self) -> str:
+        """ "direct", or "buffered (why)"."""
+        return self.file.kind
 
-    def submit(self, record: Record, parts: Mapping[str, np.ndarray], urgent: bool = True) -> Read:
+    def submit(self, record: Record, parts: Mapping[str, np.ndarray], urgent: bool = True, wake: bool = True) -> Read:
         """Hand in the read of one or both components of a record.
 
         Args:
             parts: by component, memory of its padded length, at a multiple of 4,096 bytes. urgent: before all others.
+            wake: a thread; False if the caller is about to wait for this or another read, and so will make one.
         """
         for name, memory in parts.items():
             if memory.nbytes != record.parts[name].padded or memory.ctypes.data % ALIGN:
@@ -108,12 +97,13 @@ class Reader:
                     f"memory for {name} of {record.name} has {memory.nbytes} bytes at {memory.ctypes.data}; needed: "
                     f"{record.parts[name].padded} at a multiple of {ALIGN}"
                 )
-        found = Read(record, parts, urgent)
+        found = Read(self, record, parts, urgent)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the reader of {self.file} is closed")
+                raise RuntimeError(f"the reader of {self.file.path} is closed")
             heapq.heappush(self._queue, (not urgent, next(self._turn), found))
-        self._news.put(None)
+        if wake:
+            self._news.put(None)
         return found
 
     def hurry(self, read: Read) -> None:
@@ -124,17 +114,43 @@ class Reader:
                 self._queue = [(not one.urgent, turn, one) for _, turn, one in self._queue]
                 heapq.heapify(self._queue)
 
+    def help(self, read: Read) -> bool:
+        """Make a read here and now, or if somebody has begun it, another that was asked for; whether there was one, and
+        not too many are in flight."""
+        with self._lock:
+            if self._closed or len(self._running) >= self.depth:
+                return False
+            if not read.claim():
+                read = next(
+                    (
+                        one
+                        for guess, _, one in sorted(self._queue, key=lambda entry: entry[:2])
+                        if not guess and one.claim()
+                    ),
+                    None,
+                )
+            if read is None:
+                return False
+            first = self._first()
+            # an interrupted main thread could not take its word back, and is not reading any more when it settles
+            if threading.current_thread() is not threading.main_thread():
+                self._running.add(read)
+        self._finish(read, first)
+        return True
+
     def cancel(self, read: Read) -> bool:
         """Whether a read had not begun and now never will."""
-        return read.future.cancel()  # whoever takes it from the queue drops it
+        return read.cancel()  # whoever takes it from the queue drops it
 
     def settle(self) -> None:
         """Drop what has not begun and wait for what has: memory that was handed in is free again."""
         with self._lock:
             for _, _, waiting in self._queue:
-                waiting.future.cancel()
+                waiting.cancel()
             self._queue = []
-            self._rest.wait_for(lambda: not self._running)
+            running = list(self._running)
+        for read in running:
+            read.wait()
 
     def close(self) -> None:
         """Wait for what has begun, and end the threads; they close the file."""
@@ -149,7 +165,7 @@ class Reader:
         """As `close`, but waits for nothing: also for a garbage collector, in whatever thread."""
         with self._lock:
             for _, _, waiting in self._queue:
-                waiting.future.cancel()
+                waiting.cancel()
             self._queue, self._closed = [], True
         for _ in range(self.depth):
             self._news.put(None)
@@ -157,39 +173,59 @@ class Reader:
     def _work(self) -> None:
         while not self._closed:
             self._news.get()
-            while (read := self._next()) is not None:
-                try:
-                    self._serve(read)
-                    outcome = None
-                except BaseException as error:
-                    outcome = error
-                with self._lock:
-                    self._running -= 1
-                    self._rest.notify_all()
-                read.future.set_exception(outcome) if outcome else read.future.set_result(None)
+            while (found := self._next()) is not None:
+                self._finish(*found)
         with self._lock:
             self._left -= 1
-            if not self._left:  # the last one turns off the light
-                self._sums.shutdown(wait=False)
-                os.close(self.descriptor)
+            last, running = not self._left, list(self._running)
+        if last:  # it turns off the light
+            for read in running:  # somebody may be helping
+                read.wait()
+            self._sums.shutdown(wait=False)
+            self.file.close()
 
-    def _next(self) -> Read | None:
-        """The next read that nobody cancelled; from now on it runs."""
+    def _next(self) -> tuple[Read, bool] | None:
+        """The next read that nobody cancelled or began; from now on it runs. Whether to look at the file first."""
         with self._lock:
             while self._queue:
                 read = heapq.heappop(self._queue)[2]
-                if read.future.set_running_or_notify_cancel():
-                    self._running += 1
-                    return read
+                if read.claim():
+                    first = self._first()
+                    self._running.add(read)
+                    return read, first
         return None
 
-    def _serve(self, read: Read) -> None:
-        """Read and verify, at most twice."""
+    def _first(self) -> bool:
+        """Whether a read that is about to run is the first since none was in flight, or for a while."""
+        now = time.perf_counter()
+        if self._running and now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        return True
+
+    def _finish(self, read: Read, look: bool) -> None:
+        """Make a read that was claimed, and say how it ended."""
+        try:
+            self._serve(read, look)
+            outcome = None
+        except BaseException as error:
+            outcome = error
+        with self._lock:
+            self._running.discard(read)
+        read.finish(outcome)
+
+    def _serve(self, read: Read, look: bool) -> None:
+        """Read and verify, at most twice.
+
+        Args:
+            look: at the file first, whether it is still the one that was opened.
+        """
         for attempt in range(ATTEMPTS):
             begun = time.perf_counter()
             try:
-                self._same_file(read.record)
-                self._fill(read)
+                if look or attempt:
+                    self.file.same(read.record)
+                self.file.fill(read.record, read.parts)
                 if self.verify:
                     self._verify(read)
                 break
@@ -197,7 +233,7 @@ class Reader:
                 raise
             except (OSError, ValueError) as error:
                 if attempt + 1 == ATTEMPTS:
-                    raise _named(error, read.record, self.file) from error
+                    raise _named(error, read.record, self.file.path) from error
                 self.counts["retries"] += 1
         spent = 1e3 * (time.perf_counter() - begun)
         with self._lock:
@@ -205,61 +241,18 @@ class Reader:
             self.counts["reads"] += 1
             self.counts["bytes"] += sum(memory.nbytes for memory in read.parts.values())
 
-    def _same_file(self, record: Record) -> None:
-        try:
-            now = _identity(os.stat(self.file))
-        except FileNotFoundError:
-            now = None
-        if now != self.identity or _identity(os.fstat(self.descriptor)) != self.identity:
-            raise ReplacedError(
-                f"{self.file} was replaced or altered before {record.name} was read: device, inode, size, time are "
-                f"{now}; needed: {self.identity}, those of the file that was opened"
-            )
-
-    def _fill(self, read: Read) -> None:
-        """All bytes of a read, in as few calls as the system takes."""
-        wanted = sorted(read.parts, key=lambda name: read.record.parts[name].start)
-        for run in _runs(read.record, wanted):
-            buffers = [read.parts[name] for name in run]
-            at, left = read.record.start + read.record.parts[run[0]].start, sum(view.nbytes for view in buffers)
-            while left:
-                count = self._some(buffers, at)
-                if count <= 0 or (count % ALIGN and self.path_kind == "direct"):
-                    raise OSError(errno.EIO, f"short read: {count} of {left} bytes at {at}")
-                buffers, at, left = _rest(buffers, count), at + count, left - count
-
-    def _some(self, buffers: Sequence, at: int) -> int:
-        try:
-            count = self.read(self.descriptor, buffers, at)
-        except OSError as error:
-            if error.errno != errno.EINVAL or self.path_kind != "direct":
-                raise
-            self.path_kind = "buffered (a direct read was refused: EINVAL)"
-            other = os.open(self.file, os.O_RDONLY)
-            os.dup2(other, self.descriptor)
-            os.close(other)
-            count = self.read(self.descriptor, buffers, at)
-        if self.path_kind != "direct":
-            os.posix_fadvise(self.descriptor, at, count, os.POSIX_FADV_DONTNEED)
-        return count
-
     def _verify(self, read: Read) -> None:
-        """CRC-32 of every piece, on all cores."""
+        """Sum of every piece; of a large record on all cores, as a layer may wait for this one alone."""
         jobs = []
         for name, memory in read.parts.items():
             for number, wanted in enumerate(read.record.parts[name].sums):
                 piece = memory[number * PIECE : (number + 1) * PIECE]
                 jobs.append((name, number, wanted, piece))
-        first, *others = jobs
-        waiting = [self._sums.submit(checksum, job[3]) for job in others]
-        found = [checksum(first[3]), *(job.result() for job in waiting)]
+        pieces = [job[3] for job in jobs]
+        found = map(checksum, pieces) if len(jobs) <= ALONE else self._sums.map(checksum, pieces)
         for (name, number, wanted, _), got in zip(jobs, found, strict=True):
             if got != wanted:
-                raise ValueError(bad_piece(read.record.name, name, self.file, number, got, wanted))
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+                raise ValueError(bad_piece(read.record.name, name, self.file.path, number, got, wanted))
 
 
 def _named(error: Exception, record: Record, path: Path) -> Exception:
@@ -267,27 +260,3 @@ def _named(error: Exception, record: Record, path: Path) -> Exception:
     if isinstance(error, OSError):
         return OSError(error.errno, f"{record.name} of {path} cannot be read, tried {ATTEMPTS} times: {error}")
     return error
-
-
-def _runs(record: Record, names: list[str]) -> list[list[str]]:
-    """Components that lie one behind the other in the file, together."""
-    runs: list[list[str]] = []
-    for name in names:
-        part = record.parts[name]
-        last = record.parts[runs[-1][-1]] if runs else None
-        if last and last.start + last.padded == part.start:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return runs
-
-
-def _rest(views: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """What of the buffers is not filled yet."""
-    found = []
-    for view in views:
-        taken = min(count, view.nbytes)
-        count -= taken
-        if taken < view.nbytes:
-            found.append(view[taken:])
-    return found

@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 
 from dualdeadline import manifest
 from dualdeadline.schedule import COMPONENTS
-from dualdeadline.store.pages import as_bytes
-from dualdeadline.wire.format import checksum
+from dualdeadline.store.pages import as_bytes, checksum
 
 if TYPE_CHECKING:
     from dualdeadline.engine.surgery import LayerExperts

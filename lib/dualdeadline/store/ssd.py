@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from dualdeadline.store import sources
 from dualdeadline.store.fetching import Fetching
 from dualdeadline.store.layout import convert
 from dualdeadline.store.options import SsdOptions
-from dualdeadline.store.pages import Memory, as_bytes
+from dualdeadline.store.pages import Memory, aligned, as_bytes
 
 if TYPE_CHECKING:
     from dualdeadline.engine.surgery import LayerExperts
@@ -64,15 +65,41 @@ class SsdStore(Fetching):
 
     def whole(self, component: str, layer: int) -> Tensor:
         """All experts' weights `[E, rows, columns]` of a layer on the CPU. Raises as `weights`."""
-        return torch.stack([self.weights(component, layer, expert) for expert in range(self.layout.E)])
+        return self._whole([component], layer)[component]
+
+    def _whole(self, parts: Sequence[str], layer: int) -> dict[str, Tensor]:
+        """Some components of all experts of a layer, each expert's in one read, many of them in flight."""
+        layout, waiting = self.layout, deque()
+        out = {part: torch.empty(layout.E, *layout.shapes[part], dtype=layout.dtype) for part in parts}
+        rows = [aligned(layout.largest) for _ in range(min(2 * self.options.depth, layout.E))]
+
+        def finish() -> None:
+            expert, places, row, read = waiting.popleft()
+            read.result()
+            for part in parts:
+                place = places[part]
+                out[part][expert] = self.tensor(part, row[place.start : place.start + place.nbytes])
+
+        for expert in range(layout.E):
+            if len(waiting) == len(rows):
+                finish()
+            record, row = layout.record(layer, expert), rows[expert % len(rows)]
+            places = {part: record.parts[part] for part in parts}
+            memory = {part: as_bytes(row[at.start : at.start + at.padded]) for part, at in places.items()}
+            waiting.append((expert, places, row, self.reader.submit(record, memory)))
+        while waiting:
+            finish()
+        return out
 
     def give_back(self) -> None:
         """Return every layer's weights to its module, from the file, on the device they came from."""
         for layer, device in zip(self.layers, self.devices):
-            for part in [part for part in COMPONENTS if part in layer.places]:  # not those of an earlier attempt
-                layer.give(part, self.whole(part, layer.number).to(device))
+            parts = [part for part in COMPONENTS if part in layer.places]  # not those of an earlier attempt
+            for part, weights in self._whole(parts, layer.number).items() if parts else ():
+                layer.give(part, weights.to(device))
         self.close()
 
     def close(self) -> None:
         self.reader.close()
+        self._slots.clear()
         self.memory.close()

@@ -34,10 +34,13 @@ class Row:
 
     Attributes:
         data: uint8 `[size]`. event: of the last copy on a device that reads or writes it.
+        raw: by component, a raw one's weights and the memory that a read of it fills, made once: views cost more than
+            a read's hand-in, and let other threads in between.
     """
 
     data: Tensor
     event: object | None = None
+    raw: dict[str, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
 
     def free(self) -> Row:
         """Itself, when no copy uses it any more."""
@@ -69,7 +72,7 @@ class Held:
 
     @property
     def failed(self) -> bool:
-        return any(read.done and (read.future.cancelled() or read.future.exception()) for read in self.reads)
+        return any(read.done and (read.cancelled or read.error) for read in self.reads)
 
     @property
     def busy(self) -> bool:
@@ -202,11 +205,11 @@ class HostTier:
         return held.row
 
     def forget(self, everything: bool) -> None:
-        """After an error: drop what is not whole, or everything; no copy is under way."""
+        """After an error: drop what is not whole, or everything; no copy is under way, and no read."""
         for number, found in enumerate(self.held):
             for held in list(found.values()):
                 held.users = 0
-                if everything or held.failed or not held.parts:
+                if everything or held.failed or not held.parts or not all(read.done for read in held.reads):
                     self.drop(number, held)
 
     @property

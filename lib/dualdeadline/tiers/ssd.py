@@ -1,4 +1,4 @@
-"""What an SSD gives: reads by size and depth, layouts of an expert, and what installing one costs.
+"""What an SSD gives experts: layouts, and what installing one costs.
 
 Frames have a row per setting with ms (median), low and high (20 and 80 %), n, and `cache`: what kept the page cache
 out of it; `ssd_rows.rows` makes record rows of any of them.
@@ -6,7 +6,6 @@ out of it; `ssd_rows.rows` makes record rows of any of them.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,17 @@ from tqdm.auto import tqdm
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import pages
 from dualdeadline.store.fetching import Fetching
+from dualdeadline.store.installs import Installs
 from dualdeadline.store.options import SsdOptions
-from dualdeadline.store.pages import Memory
-from dualdeadline.streams import bench
+from dualdeadline.store.pages import Memory, aligned
+from dualdeadline.store.tier import Row
+from dualdeadline.streams import Shape, bench
 from dualdeadline.tiers import ssd_files
+from dualdeadline.tiers.plain import DIRECT
 from dualdeadline.tiers.ssd_files import Files, Folded
 
-LAYOUTS = ("scattered, serial", "scattered, parallel", "record, raw", "record, encoded")
-DIRECT = "O_DIRECT, past the page cache"
+SPREAD = 2**23  # bytes of rows that a variant touches before it comes back to the first
+LAYOUTS = ("scattered, serial", "scattered, parallel", "record, serial", "record, raw", "record, encoded")
 
 
 class Scattered:
@@ -86,8 +88,7 @@ class Records:
         self.fetching.begin(number, list(zip(rows, into, strict=True)))
         for row, slot in zip(rows, into, strict=True):
             with self.fetching.fetched(number, row, slot) as views:
-                for part, view in views.items():
-                    self.fetching.put(part, view, slot[part])
+                self.fetching.put(views, slot)
         if self.fetching.pinned:
             torch.cuda.current_stream().synchronize()
 
@@ -107,74 +108,21 @@ class Records:
 
 
 def open_layout(name: str, files: Files, device="cpu", depth: int = 8, L: int = 1, E: int | None = None):
-    """What reads a layout by name; L, E: of the model whose experts the records stand for.
+    """What reads a layout by name: serial ones read one piece after the other, all others `depth` at a time.
+
+    Args:
+        L, E: of the model whose experts the records stand for.
 
     Raises:
         ValueError: an unknown name.
     """
     if name not in LAYOUTS:
         raise ValueError(f"layout is {name!r}; needed: one of {', '.join(LAYOUTS)}")
+    depth = 1 if name.endswith("serial") else depth
     if name.startswith("scattered"):
-        return Scattered(files.scattered, depth if name.endswith("parallel") else 1)
+        return Scattered(files.scattered, depth)
     layout = files.coded if name.endswith("encoded") else files.raw
     return Records(layout if E is None else Folded(layout, L, E), device, depth)
-
-
-def sweep(path: Path, sizes: Sequence[int], depths: Sequence[int], limit_bytes: int, seed: int = 0) -> pd.DataFrame:
-    """Direct reads at random places of a file: DataFrame(size_bytes, depth, ms, low, high, n, gbps, cache).
-
-    Args:
-        path: a file of records. limit_bytes: read per setting, at most (at least 4 reads).
-
-    Raises:
-        OSError: the file system refuses O_DIRECT.
-    """
-    found, length, draw = [], os.path.getsize(path), np.random.default_rng(seed)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    settings = [(size, depth) for size in sizes if size <= length for depth in depths]
-    for place in tqdm(draw.permutation(len(settings)), desc="reads", leave=False):
-        size, depth = settings[place]
-        count = max(4, depth, limit_bytes // size)
-        starts = draw.integers(0, (length - size) // pages.PAGE + 1, count) * pages.PAGE
-        ms, seconds = _timed_reads(descriptor, size, depth, starts.tolist())
-        low, median, high = np.percentile(ms, (20, 50, 80))
-        row = dict(size_bytes=size, depth=depth, ms=median, low=low, high=high, n=count)
-        found.append(row | {"gbps": count * size / seconds / 1e9, "cache": DIRECT})
-    os.close(descriptor)
-    return pd.DataFrame(found).sort_values(["size_bytes", "depth"], ignore_index=True)
-
-
-def _timed_reads(descriptor: int, size: int, depth: int, starts: list[int]) -> tuple[list[float], float]:
-    """Milliseconds of each read, and seconds of all, with `depth` of them in flight."""
-    buffers = [mmap.mmap(-1, size) for _ in range(depth)]
-    for buffer in buffers:
-        buffer[:] = bytes(size)  # pages that were never written would be made in the time of a read
-    free = list(buffers)
-
-    def one(start: int) -> float:
-        buffer, begun = free.pop(), time.perf_counter()
-        if os.preadv(descriptor, [buffer], start) != size:
-            raise OSError(f"short read of {size} bytes at {start}")
-        free.append(buffer)
-        return 1e3 * (time.perf_counter() - begun)
-
-    with ThreadPoolExecutor(depth) as pool:
-        begun = time.perf_counter()
-        ms = list(pool.map(one, starts))
-        seconds = time.perf_counter() - begun
-    for buffer in buffers:
-        buffer.close()
-    return ms, seconds
-
-
-def burst_gbps(path: Path, size: int, depth: int, draw: np.random.Generator, count: int = 16) -> float:
-    """Rate of a few direct reads of a size at random places, nothing done with them."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        starts = draw.integers(0, os.path.getsize(path) // size, count) * size
-        return count * size / _timed_reads(descriptor, size, depth, starts.tolist())[1] / 1e9
-    finally:
-        os.close(descriptor)
 
 
 def layouts(
@@ -210,25 +158,32 @@ def layouts(
     return pd.DataFrame(out)
 
 
-def install(files: Files, device="cpu", samples: int = 50, seed: int = 0, budget_s: float = 2.0) -> pd.DataFrame:
+def install(shape: Shape, device="cpu", samples: int = 50, seed: int = 0, budget_s: float = 2.0) -> pd.DataFrame:
     """An expert that lies in host memory into its slot: DataFrame(variant, ms, low, high, n, ratio).
 
-    `ratio` is the median over that of one contiguous copy of as many bytes. Variants are interleaved; rows and slots
-    take turns, so that no cache holds them.
+    `ratio` is the median over that of one contiguous copy of as many bytes between the same memory. Variants are
+    interleaved; rows and slots take turns, in a round each variant has others, so that no cache holds them. A record is
+    installed as the engine does it.
     """
-    shape, cuda = files.shape, torch.device(device).type == "cuda"
-    size, turns, memory = shape.component_bytes["expert"], 8, Memory(cuda)
-    host = [memory.new(size) for _ in range(turns)]
-    into, flat = ssd_files.slots(shape, turns, device), [torch.empty(size, dtype=torch.uint8) for _ in range(turns)]
-    flat = [value.to(device) for value in flat]
-    places = ssd_files.places(files.scattered)
-    variants = {
-        "one contiguous copy": lambda turn: flat[turn % turns].copy_(host[turn % turns], non_blocking=True),
-        "record, a copy per component": lambda turn: _by_component(host[turn % turns], into[turn % turns]),
-        f"{len(places)} slices": lambda turn: _by_slice(host[turn % turns], into[turn % turns], places),
+    cuda, size = torch.device(device).type == "cuda", shape.component_bytes["expert"]
+    turns, memory, slices = max(3, 3 * (SPREAD // size)), Memory(cuda), ssd_files.slices(shape)
+    store = Installs(ssd_files.Plan(shape))
+    rows = [Row(memory.new(store.layout.largest)) for _ in range(turns)]
+    host, flat = [row.data[:size] for row in rows], [aligned(size).to(device) for _ in range(turns)]
+    for one in (*host, *flat):
+        one.fill_(1)  # pages that were never written are all the same one
+    into = [ssd_files.cut(shape, block) for block in flat]
+    views = [{part: store.place(row, part, store.layout.parts[part])[0] for part in COMPONENTS} for row in rows]
+    ways = {
+        "one contiguous copy": lambda turn: flat[turn].copy_(host[turn], non_blocking=True),
+        "record, a copy per component": lambda turn: store.put(views[turn], into[turn]),
+        f"{len(slices)} slices": lambda turn: _by_slice(host[turn], into[turn], slices),
     }
-    timed = {name: bench.Variant(call) for name, call in variants.items()}
-    found = bench.interleaved(timed, samples, seed=seed, device=device, budget_s=budget_s)
+    variants = {
+        name: bench.Variant(lambda turn, way=way, first=number * turns // len(ways): way((turn + first) % turns))
+        for number, (name, way) in enumerate(ways.items())
+    }
+    found = bench.interleaved(variants, samples, seed=seed, device=device, budget_s=budget_s)
     base, out = found["one contiguous copy"], []
     for name, times in found.items():
         low, median, high = np.percentile(times, (20, 50, 80))
@@ -240,17 +195,9 @@ def install(files: Files, device="cpu", samples: int = 50, seed: int = 0, budget
     return pd.DataFrame(out)
 
 
-def _by_component(row: Tensor, slot: Mapping[str, Tensor]) -> None:
+def _by_slice(row: Tensor, slot: Mapping[str, Tensor], slices: list[tuple]) -> None:
     begin = 0
-    for part in COMPONENTS:
-        end = begin + slot[part].nbytes
-        slot[part].view(-1).view(torch.uint8).copy_(row[begin:end], non_blocking=True)
-        begin = end
-
-
-def _by_slice(row: Tensor, slot: Mapping[str, Tensor], places: list[tuple]) -> None:
-    begin = 0
-    for component, at, _, size in places:
+    for component, at, size in slices:
         part = slot[component][at]
         part.copy_(row[begin : begin + size].view(part.dtype).view(part.shape), non_blocking=True)
         begin += size

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dualdeadline import manifest
 from dualdeadline.schedule import COMPONENTS
-from dualdeadline.store.layout import Layout, Record, convert
+from dualdeadline.store.layout import Layout, Part, Record, convert
 from dualdeadline.store.pages import aligned
 from dualdeadline.streams import Shape
+from dualdeadline.wire.format import ALIGN, align
 
 SHARES = (14, 1, 1)  # of 16: weights, scales and biases of a projection, where nine tensors make an expert
 ROLES = ("gate", "up", "down")
@@ -99,6 +100,29 @@ def scatter(source: DrawnExperts, path: Path, tensors: int) -> None:
         save_file(stacked, temporary, {"tensors": str(tensors)})
 
 
+def slices(shape: Shape, tensors: int = 9) -> list[tuple[str, slice, int]]:
+    """Of each of an expert's tensors: component, rows in that component, bytes."""
+    found, H, F, size = [], shape.H, shape.F, shape.dtype.itemsize
+    for component, base, rows, columns in (("gate_up", 0, F, H), ("gate_up", F, F, H), ("down", 0, H, F)):
+        for share in pieces(tensors):
+            count = rows * share // 16
+            found.append((component, slice(base, base + count), count * columns * size))
+            base += count
+    return found
+
+
+class Plan:
+    """Where the components of an expert of some size lie in a raw record; what `store.installs` asks of a layout."""
+
+    coded = False
+
+    def __init__(self, shape: Shape):
+        gate_up, down = (shape.component_bytes[part] for part in COMPONENTS)
+        self.dtype, self.shapes = shape.dtype, {"gate_up": (2 * shape.F, shape.H), "down": (shape.H, shape.F)}
+        self.parts = {"gate_up": Part(0, gate_up, ()), "down": Part(align(gate_up, ALIGN), down, ())}
+        self.largest = self.parts["down"].start + self.parts["down"].padded
+
+
 def places(path: Path) -> list[tuple[str, slice, int, int]]:
     """Of each tensor of a scattered file: component, rows in that component, offset in the file, bytes per expert."""
     found, starts = [], _starts(path)
@@ -145,12 +169,21 @@ class Folded:
 
 def slots(shape: Shape, count: int, device) -> list[dict[str, Tensor]]:
     """Empty slots of a device; on a CPU where a file can be read into them directly."""
-    sizes, found = {"gate_up": (2 * shape.F, shape.H), "down": (shape.H, shape.F)}, []
+    on_cpu, found = torch.device(device).type == "cpu", []
     for _ in range(count):
-        raw = {part: aligned(shape.component_bytes[part]).view(shape.dtype).view(sizes[part]) for part in COMPONENTS}
-        on_cpu = torch.device(device).type == "cpu"
-        found.append(raw if on_cpu else {part: value.to(device) for part, value in raw.items()})
+        raw = {part: aligned(shape.component_bytes[part]) for part in COMPONENTS}
+        found.append(_typed(shape, raw if on_cpu else {part: value.to(device) for part, value in raw.items()}))
     return found
+
+
+def cut(shape: Shape, block: Tensor) -> dict[str, Tensor]:
+    """A slot in one block of bytes."""
+    return _typed(shape, dict(zip(COMPONENTS, block.split([shape.component_bytes[part] for part in COMPONENTS]))))
+
+
+def _typed(shape: Shape, raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sizes = {"gate_up": (2 * shape.F, shape.H), "down": (shape.H, shape.F)}
+    return {part: raw[part].view(shape.dtype).view(sizes[part]) for part in COMPONENTS}
 
 
 def same(slot: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:

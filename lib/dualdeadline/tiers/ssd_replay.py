@@ -1,7 +1,7 @@
 """Decode steps whose experts come from an SSD, under recorded routes: by layout, and with reads ahead.
 
 Look-ups, reads and installs are real and timed; attention and expert products are not run (`prefetch` pauses for their
-time). So these are the tier's share of a decode step; `engine` runs whole ones.
+time). So these are the tier's share of a step, what it takes beyond a resident one; ssd_engine.py runs whole ones.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dualdeadline.cache import slots as cache
-from dualdeadline.engine import offload
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store.fetching import Fetching
 from dualdeadline.store.options import SsdOptions
-from dualdeadline.store.pages import Memory
+from dualdeadline.store.pages import Memory, as_bytes
 from dualdeadline.tiers import ssd, ssd_files
+from dualdeadline.tiers.plain import DIRECT, Plain
 from dualdeadline.tiers.ssd_files import Files, Folded
+from dualdeadline.wire.format import ALIGN, align
 
 
 def decode(
@@ -39,10 +39,16 @@ def decode(
 ) -> pd.DataFrame:
     """Time that misses take per token: DataFrame(layout, slots, ms, low, high, n, tokens_per_s, ...).
 
-    Slots follow the engine's LRU tables; `warm` tokens only fill the tables. `misses` and `bytes` are per token;
-    `disk_gbps` is the rate of direct reads of whole records with nothing else done, measured between the tokens of each
-    setting; `disk_share` is bytes / that rate over time (1: as fast as the disk can), `speedup` the time of the serial
-    scattered layout over it. Where the page cache is in the way it is emptied, untimed, before every layer's reads.
+    Slots follow the engine's LRU tables; `warm` tokens only fill the tables. `misses` and `bytes` are per token.
+    Layouts and slot counts take turns token by token. Where the page cache is in the way it is emptied, untimed, before
+    every layer's reads.
+
+    Two references, nothing done with their bytes, measured between the reads of the same token: `disk_gbps`, the rate
+    of direct reads of whole records with `depth` always in flight, and (for records) `loop_ms`, a plain loop that reads
+    as many per layer as are missing and waits for them before the next layer's. `disk_share` is bytes / that rate over
+    the time (1: as fast as a disk that never waits for a router), the median over tokens; `loop_share` the loop's time
+    over a layer's (1: nothing is lost to what we do with a record), the median over layers of all tokens;
+    `times_serial` and `times_parallel` the time of the scattered layouts over it.
 
     Args:
         routes: int [T,L,K]; T above `warm`. E: experts per layer.
@@ -53,41 +59,70 @@ def decode(
     T, L, K = routes.shape
     if warm >= T:
         raise ValueError(f"{T} tokens with warm {warm}; needed: more than that")
-    into, found, draw = ssd_files.slots(files.shape, K, device), [], np.random.default_rng(seed)
-    settings = [(name, count) for name in layouts for count in slots]
-    for place in tqdm(draw.permutation(len(settings)), desc="decode", leave=False):
-        name, count = settings[place]
-        reader = ssd.open_layout(name, files, device, depth, L, E)
-        fold = Folded(files.raw, L, E)
-        missed = _missed(routes, E, count)[warm:]
-        ms, how, alone = [], "", []
-        for token in missed:
-            spent = 0.0
-            alone.append(ssd.burst_gbps(files.raw.path, files.raw.largest, depth, draw))
-            for number, experts in enumerate(token):
-                rows = experts if isinstance(reader, ssd.Records) else [fold.row(number, e) for e in experts]
-                how = reader.drop() if experts else how
-                begun = time.perf_counter()
-                reader.fetch(number, rows, into[: len(rows)])
-                spent += 1e3 * (time.perf_counter() - begun)
-            ms.append(spent)
-        misses = sum(len(experts) for token in missed for experts in token) / len(missed)
-        reader.close()
-        found.append(_decode_row(name, count, ms, misses, misses * reader.nbytes, float(np.median(alone)), how))
-    table = pd.DataFrame(found).sort_values(["slots", "layout"], ignore_index=True)
-    base = table[table.layout == ssd.LAYOUTS[0]].set_index("slots").mean_ms
-    return table.assign(speedup=[base.get(row.slots, np.nan) / row.mean_ms for row in table.itertuples()])
+    draw, missed = np.random.default_rng(seed), {count: _missed(routes, E, count)[warm:] for count in slots}
+    readers = {name: ssd.open_layout(name, files, device, depth, L, E) for name in layouts}
+    into, fold = ssd_files.slots(files.shape, max(K, depth), device), Folded(files.raw, L, E)
+    loops = {
+        name: _loop(files, one, depth, into, seed) for name, one in readers.items() if isinstance(one, ssd.Records)
+    }
+    whole = Plain(files.raw.path, files.raw.largest, depth, seed)
+    settings, found = [(name, count) for name in layouts for count in slots], []
+    for turn in tqdm(range(T - warm), desc="decode", leave=False):
+        for place in draw.permutation(len(settings)):
+            name, count = settings[place]
+            token = missed[count][turn]
+            said = _token(readers[name], loops.get(name), token, fold, into, draw)
+            said |= dict(layout=name, slots=count, misses=sum(map(len, token)), disk_gbps=whole.gbps(depth))
+            found.append(said | {"bytes": said["misses"] * readers[name].nbytes})
+    for open_one in (*readers.values(), *loops.values(), whole):
+        open_one.close()
+    return _decode_rows(pd.DataFrame(found))
 
 
-def _decode_row(
-    name: str, count: int, ms: list[float], misses: float, nbytes: float, disk_gbps: float, how: str
+def _loop(files: Files, reader, depth: int, into: list, seed: int) -> Plain:
+    """Plain reads of as many bytes as a reader's, into the same memory if they go straight into slots."""
+    size, memory = align(reader.nbytes, ALIGN), None
+    if into[0]["down"].device.type == "cpu" and size == files.shape.component_bytes["expert"]:
+        memory = [[as_bytes(slot[part]) for part in COMPONENTS] for slot in into]
+    return Plain(files.raw.path, size, depth, seed, memory)
+
+
+def _token(
+    reader, loop: Plain | None, token: list[list[int]], fold: Folded, into: list, draw: np.random.Generator
 ) -> dict:
-    low, median, high = np.percentile(ms, (20, 50, 80))
-    mean = float(np.mean(ms))
-    said = dict(layout=name, slots=count, ms=median, low=low, high=high, n=len(ms), mean_ms=mean, misses=misses)
-    rates = dict(tokens_per_s=1e3 / mean, bytes=nbytes, disk_gbps=disk_gbps)
-    rates["disk_share"] = nbytes / disk_gbps / 1e6 / mean
-    return said | rates | {"cache": how}
+    """One token's misses, layer by layer, and between them the loop's reads (if there is one): ms, loop_ms, shares of
+    its layers, cache."""
+    ms, loop_ms, how = [], [], ""
+    for number, experts in enumerate(token):
+        if not experts:
+            continue
+        rows = experts if isinstance(reader, ssd.Records) else [fold.row(number, expert) for expert in experts]
+        first = draw.random() < 0.5
+        loop_ms += [loop.read(len(experts))[1]] if loop and first else []
+        how, begun = reader.drop(), time.perf_counter()
+        reader.fetch(number, rows, into[: len(rows)])
+        ms.append(1e3 * (time.perf_counter() - begun))
+        loop_ms += [loop.read(len(experts))[1]] if loop and not first else []
+    shares = [alone / mine for alone, mine in zip(loop_ms, ms)]
+    return dict(ms=sum(ms), loop_ms=sum(loop_ms) if loop else np.nan, shares=shares, cache=how)
+
+
+def _decode_rows(found: pd.DataFrame) -> pd.DataFrame:
+    """A row per layout and slot count, of its tokens."""
+    found = found.assign(disk_share=found.bytes / found.disk_gbps / 1e6 / found.ms)
+    out = []  # a token without misses has no shares: medians leave it out
+    for (count, name), part in found.groupby(["slots", "layout"]):
+        low, median, high = np.percentile(part.ms, (20, 50, 80))
+        row = dict(layout=name, slots=count, ms=median, low=low, high=high, n=len(part), mean_ms=part.ms.mean())
+        row |= part[["misses", "bytes", "loop_ms"]].mean().to_dict() | {"tokens_per_s": 1e3 / part.ms.mean()}
+        row |= part[["disk_gbps", "disk_share"]].median().to_dict()
+        shares = [share for token in part.shares for share in token]
+        out.append(row | {"loop_share": float(np.median(shares)) if shares else np.nan, "cache": part.cache.iloc[-1]})
+    table = pd.DataFrame(out)
+    for name in ("serial", "parallel"):
+        base = table[table.layout == f"scattered, {name}"].set_index("slots").mean_ms
+        table[f"times_{name}"] = table.slots.map(base) / table.mean_ms
+    return table
 
 
 def _missed(routes: Tensor, E: int, slots: int) -> list[list[list[int]]]:
@@ -136,19 +171,20 @@ def prefetch(
     """
     pairs = [(name, d) for name, found in scores.items() for d in depths if d in found]
     plan = [("", 0, True)] + [(name, d, rule) for name, d in pairs for rule in rules]
-    draw, found = np.random.default_rng(seed), []
-    alone = []
+    draw, found, alone = np.random.default_rng(seed), [], []
+    whole = Plain(files.raw.path, files.raw.largest, depth, seed)
     for number in tqdm(sorted(set(prompt.tolist())), desc="prompts", leave=False):
         rows = (prompt == number).nonzero()[:, 0]
         for place in draw.permutation(len(plan)):
             name, ahead, rule = plan[place]
-            alone.append(ssd.burst_gbps(files.raw.path, files.raw.largest, depth, draw))
+            alone.append(whole.gbps())
             options = SsdOptions(
                 slots, policy=policy, ahead=min(ahead, 3), budget=budget, rule=rule, threshold=threshold, depth=depth
             )
             guesses = scores[name][ahead][rows] if ahead else None
             run = _Run(files, routes[rows], E, guesses, options, layer_ms, ahead)
             found.append(dict(prompt=number, predictor=name, ahead=ahead, rule=rule) | run.measure(warm))
+    whole.close()
     table = pd.DataFrame(found)
     demand = table[table.ahead == 0].set_index("prompt").bytes
     rate, pauses = float(np.median(alone)), layer_ms * routes.shape[1]
@@ -190,7 +226,7 @@ class _Run:
         }
         kind = store.reader.path_kind
         store.reader.close()
-        return said | {"cache": ssd.DIRECT if kind == "direct" else kind}
+        return said | {"cache": DIRECT if kind == "direct" else kind}
 
     def _counts(self) -> dict[str, int]:
         said = self.fetching.stats()["tiers"]
@@ -216,68 +252,3 @@ class _Run:
         if self.lead and later == self.lead // self.L and token + later < len(self.routes):
             chances, ids = self.scores[token + later, target].topk(8)
             self.fetching.ahead(target, ids[None], chances[None], self.options.threshold, set())
-
-
-def engine(
-    model: nn.Module,
-    ids: Tensor,
-    folder,
-    settings: Mapping[str, Mapping],
-    slots: int,
-    new_tokens: int = 16,
-    **options,
-) -> pd.DataFrame:
-    """Whole decode steps of `offload(tier="ssd")`: a row per setting, beside host memory and the resident run.
-
-    DataFrame(setting, tokens_per_s, ms per token, low, high, n, equal, hit_rate, host_hits, reads, ssd_bytes, path).
-    `equal`: tokens and the logits of every step are those of the run with all experts in memory, bit by bit.
-
-    Args:
-        model: as `offload` takes it. ids: prompt [N,tokens]. folder: of the records. settings: by name, keyword
-            arguments of `SsdOptions`. options: of `offload`.
-    """
-    wanted, found = _generate(model, ids, new_tokens)[0], []
-    plan = {"host memory": None} | dict(settings)
-    for name, asked in tqdm(plan.items(), desc="settings", leave=False):
-        way = {} if asked is None else {"tier": "ssd", "ssd_path": folder, "ssd": SsdOptions(**asked)}
-        offload(model, slots=slots, **options, **way)
-        try:
-            got, ms = _generate(model, ids.to(model.device), new_tokens)
-            said = model.dualdeadline.stats()
-        finally:
-            model.dualdeadline.remove()
-        below = said.get("tiers", {"ssd": {}, "host": {}})
-        same = all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(got, wanted, strict=True))
-        low, median, high = np.percentile(ms, (20, 50, 80))
-        row = dict(setting=name, tokens_per_s=1e3 / np.mean(ms), ms=median, low=low, high=high, n=len(ms))
-        row |= dict(equal=same, hit_rate=said["hit_rate"], host_hits=below["host"].get("hits", 0))
-        row |= dict(reads=below["ssd"].get("reads", 0), ssd_bytes=below["ssd"].get("bytes", 0))
-        found.append(row | {"path": below["ssd"].get("path", "host memory")})
-    return pd.DataFrame(found)
-
-
-class _Clock(StoppingCriteria):
-    """Notes when each new token is there."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def __call__(self, ids: Tensor, scores, **more) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-
-def _generate(model: nn.Module, ids: Tensor, new_tokens: int) -> tuple[tuple[Tensor, Tensor], list[float]]:
-    """(Logits and ids of all tokens), and the milliseconds of each new token behind a first one."""
-    clock = _Clock()
-    said = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=new_tokens + 1,
-        max_new_tokens=new_tokens + 1,
-        stopping_criteria=StoppingCriteriaList([clock]),
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return (torch.stack(said.logits), said.sequences), (1e3 * np.diff(clock.times)).tolist()

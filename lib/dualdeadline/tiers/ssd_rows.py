@@ -13,14 +13,19 @@ def rows(found: pd.DataFrame, metric: str, variant: str, values: Mapping[str, st
     """Record rows of a frame: its ms as `<metric>_ms` with low and high, and further columns as metrics of their own.
 
     Args:
-        variant: column that names the row. values: column -> unit, each recorded as `<metric>_<column>`.
+        variant: column that names the row. values: column -> unit, each recorded as
+            `<metric>_<column>` where there is one.
     """
     out, plain = [], {"ms", "low", "high", "n", variant, *values}
     for row in found.to_dict("records"):
         config = {name: value for name, value in row.items() if name not in plain}
         common = dict(variant=str(row[variant]), kind="measured", n=row["n"], config=config)
         out.append(common | dict(metric=f"{metric}_ms", unit="ms", median=row["ms"], low=row["low"], high=row["high"]))
-        out += [common | dict(metric=f"{metric}_{name}", unit=unit, median=row[name]) for name, unit in values.items()]
+        out += [
+            common | dict(metric=f"{metric}_{name}", unit=unit, median=row[name])
+            for name, unit in values.items()
+            if pd.notna(row[name])
+        ]
     return out
 
 

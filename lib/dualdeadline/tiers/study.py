@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from dualdeadline import attribution, energy, paths
+from dualdeadline import attribution, energy, paths, record
+from dualdeadline.cost import TransferModel
+from dualdeadline.decode import simulated
 from dualdeadline.decode import study as decode
 from dualdeadline.decode.cases import Case, guess
 from dualdeadline.decode.recorded import Recorded
@@ -18,16 +21,23 @@ from dualdeadline.engine import offload
 from dualdeadline.engine.next_token import NextToken
 from dualdeadline.remote import peer
 from dualdeadline.remote import study as remote_study
+from dualdeadline.report.decode import resident_ms
 from dualdeadline.store.options import SsdOptions
 from dualdeadline.streams import OLMOE, Shape
-from dualdeadline.tiers import ssd, ssd_files, ssd_replay
+from dualdeadline.tiers import plain, ssd, ssd_engine, ssd_files, ssd_replay
 from dualdeadline.tiers.ssd_rows import rows
 from dualdeadline.traces import TraceStore
 
 Parts = Iterator[tuple[str, list[dict]]]
 NEAR = {"namespaces, 1 Gbit/s": (0.0, 1000.0), "namespaces, 0.5 ms each way": (0.5, 0.0)}
 COLD = {"mean_ms": "ms", "tokens_per_s": "tokens/s", "misses": "experts", "bytes": "bytes", "disk_gbps": "GB/s"}
-COLD |= {"disk_share": "share", "speedup": "ratio"}
+COLD |= {
+    "loop_ms": "ms",
+    "disk_share": "share",
+    "loop_share": "share",
+    "times_serial": "ratio",
+    "times_parallel": "ratio",
+}
 
 
 def device() -> str:
@@ -47,12 +57,13 @@ def disk(
 ) -> Parts:
     """Reads by size and depth, layouts of an expert, and installs."""
     sizes = [size << 10 for size in sizes_kib] + [made.raw.largest]
-    found = ssd.sweep(made.raw.path, sizes, depths, mib << 20, seed)
+    found = plain.sweep(made.raw.path, sizes, depths, mib << 20, seed)
     yield "reads", rows(found.assign(what="direct reads"), "read", "what", {"gbps": "GB/s"})
     about = dict(expert=made.shape.name, experts=made.count)
     found = ssd.layouts(made, device(), repeats=repeats, seed=seed).assign(**about)
     yield "layouts", rows(found, "expert", "layout", {"gbps": "GB/s", "disk_gbps": "GB/s"})
-    found = ssd.install(made, device(), seed=seed).assign(**about)
+    shapes = dict.fromkeys((made.shape, OLMOE))
+    found = pd.concat([ssd.install(shape, device(), seed=seed).assign(expert=shape.name) for shape in shapes])
     yield "installs", rows(found, "install", "variant", {"ratio": "ratio"})
 
 
@@ -121,10 +132,11 @@ def exact(net: nn.Module, ids: Tensor, folder: Path, slots: int, new_tokens: int
     for name, predictor in guessing.items():
         settings[f"SSD, half in host memory, {name}"] = dict(host_slots=32, ahead=1, predictor=predictor)
     options = dict(kernels="torch", wire="raw", backend="cpu" if net.device.type == "cpu" else "streams")
-    found = ssd_replay.engine(net, ids, folder, settings, slots, new_tokens, predictor=None, **options)
+    found = ssd_engine.engine(net, ids, folder, settings, slots, new_tokens, predictor=None, **options)
     wrong = found.setting[~found.equal].tolist()
     assert not wrong, f"settings whose bits differ from the resident run: {wrong}"
     units = {"tokens_per_s": "tokens/s", "hit_rate": "share", "reads": "reads", "ssd_bytes": "bytes"}
+    units |= {"step_share": "share", "net_share": "share"}
     yield "engine", rows(found.assign(slots=slots), "engine", "setting", units)
 
 
@@ -148,7 +160,43 @@ def captured(drive: Recorded, chosen: Sequence, seed: int, compile: bool, steps:
     yield "attribution, graphs", attribution.records(found, {"way": "one CUDA graph", "compiled": compile})
 
 
-def peers(samples: int, seed: int) -> Parts:
-    """Another GPU's memory; nothing where there are fewer than two."""
-    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        yield "peer", peer.records(peer.copies(samples=samples, seed=seed))
+def peers(workspace: paths.Workspace, model: str, drive: Recorded | None, slots: Sequence[int], **options) -> Parts:
+    """Another GPU's memory, and steps simulated with it in place of the host link; why not, where it is not at hand.
+
+    Args:
+        drive: routes of the simulated steps (None: none). options: samples, resamples, seed.
+    """
+    reason = peer.why_not()
+    if reason:
+        yield "peer", peer.none(reason)
+        return
+    found = peer.copies(samples=options["samples"], seed=options["seed"])
+    yield "peer", peer.records(found)
+    if drive is not None:
+        again = options["resamples"], options["seed"]
+        yield "peer steps", peer_steps(workspace, model, drive, peer.lines(found), slots, *again)
+
+
+def peer_steps(
+    workspace: paths.Workspace,
+    model: str,
+    drive: Recorded,
+    lines: Mapping[str, TransferModel],
+    slots: Sequence[int],
+    resamples: int,
+    seed: int,
+) -> list[dict]:
+    """Record rows of raw steps without guesses, simulated from notebook 09's single operations over each line, and
+    over the host's link beside them.
+
+    Raises:
+        ValueError: notebook 09 recorded no single operations.
+    """
+    measured = record.read(workspace, "09_decode", model)
+    base = simulated.cost(workspace, model, resident_ms(measured), drive.routes.shape[1])["raw"]
+    cases, out = [Case(count, "raw") for count in slots], []
+    for name, line in {"host link": base.transfer, **lines}.items():
+        costs = {"raw": replace(base, transfer=line)}
+        for row in simulated.rows(drive, cases, costs, {}, resamples, seed):
+            out.append(row | dict(variant=name, metric="peer_step_ms", config=row["config"] | {"gbps": line.gbps}))
+    return out

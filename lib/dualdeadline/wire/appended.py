@@ -39,6 +39,8 @@ def build(
     Raises:
         ValueError: the folder holds something else. OSError: the disk is full; what is there serves the next build.
     """
+    if _finished(folder, head, names):  # nothing to write, so that a read-only folder serves as well
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,6 +48,16 @@ def build(
         missing = [name for name in names if name not in done]
         if missing or not (folder / "store.json").exists():
             _extend(folder, head, blobs(missing), len(missing), done, end)
+
+
+def _finished(folder: Path, head: dict, names: Sequence[str]) -> bool:
+    """Whether a folder holds all of it, whole."""
+    path = folder / "records.bin"
+    if not (folder / "store.json").exists() or not path.exists():
+        return False
+    said = _said(folder)
+    whole = said["bytes"] == os.path.getsize(path) and set(names) <= set(said["records"])
+    return whole and {name: said.get(name) for name in head} == head
 
 
 def read(folder: Path, key: str | None) -> dict:
