@@ -157,10 +157,11 @@ if "blocks" in parts:
 
 # %%
 chosen = overlap.wired.cases(slots, ["demand_pipelined", "component_priority"])
-expert = sizes["olmoe"].component_bytes
 steps_at, step_layers = sizes[step_shape[0]], step_shape[1]
 recorded = overlap.steps_of(workspace, corpus, split, guided, horizons, prompts, steps_per_prompt, seed, steps_at.component_bytes,
                             step_layers)
+
+# %%
 if "steps" in parts:
     stock = windows.StockLayers(num_hidden_layers=recorded.routes.shape[1], num_experts=steps_at.E, intermediate_size=steps_at.F)
     work = streams.Work(steps_at, len(stock.layers), device="cuda", seed=seed, before=stock.graphs(), rewind=stock.rewind)

@@ -545,10 +545,10 @@ def test_layers_on_several_devices_have_buffers_of_their_own(family, tiny_model,
     model, tokenizer = tiny_model(family)
     whole = traces.collect(model, tokenizer, tiny_prompts[:3], tmp_path / "one", 6, 3, WARM).split()
     last = models.describe(model).layers[-1]
-    moved, made = set(), []
+    moved, made = {}, []
 
     def elsewhere(*given):
-        moved.update(id(value) for value in given[-1] if isinstance(value, torch.Tensor))
+        moved.update((id(value), value) for value in given[-1] if isinstance(value, torch.Tensor))  # an id lives on with it
 
     hooks = [last.experts.register_forward_pre_hook(lambda module, given: elsewhere(given)),
              last.router.register_forward_hook(lambda module, given, output: elsewhere(output))]
