@@ -71,6 +71,11 @@ def compared(name: str, about: Subject) -> tuple[pd.DataFrame, pd.DataFrame]:
     return verdicts.compared(about.workspace, name, STAGE, test | {"config": config}, about.model)
 
 
+def _told(name: str, key: str):
+    """The first value that a target's test fixes for a config key."""
+    return deviations.entries()["targets"][name]["test"]["config"][key][0]
+
+
 def verdict(name: str, about: Subject) -> str:
     """The word for one target."""
     return verdicts.verdict_of(compared(name, about)[0])
@@ -122,10 +127,10 @@ def misses(about: Subject) -> Table:
             "verdict": list(lines["verdict"]),
         }
     )
-    slots = deviations.entries()["targets"]["C2"]["test"]["config"]["slots"][0]
     caption = (
-        f"H2 repeated on {about.model}: paired difference in recall of what a prompt-cold LRU cache of {slots} routed "
-        f"experts misses, budget 4, mean and 95 % interval over prompts. {conditions(rows)}."
+        f"H2 repeated on {about.model}: paired difference in recall of what a prompt-cold LRU cache of "
+        f"{_told('C2', 'slots')} routed experts misses, budget {_told('C2', 'budget')}, mean and 95 % interval over "
+        f"prompts. {conditions(rows)}."
     )
     return Table("confirmation_misses", caption, frame, rows, wide=True, align="llrrrl")
 
@@ -239,9 +244,9 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
     about = second(about)
     kinds = ["recall", "hit_rate", "block_change", "deviations"]
     rows, entry = rows_of(about, kinds), manifest.read_yaml("models.yaml").get(about.model, {})
-    told = rows_of(about, "recall", horizon=1, budget=4, **about.test)
+    told = rows_of(about, "recall", horizon=1, budget=_told("C1", "budget"), **about.test)
     at = told.set_index("variant")[["median", "low", "high"]]
-    hit = rows_of(about, "hit_rate", slots=128, start="cold", **about.test).set_index("variant")[
+    hit = rows_of(about, "hit_rate", slots=_told("C2", "slots"), start="cold", **about.test).set_index("variant")[
         ["median", "low", "high"]
     ]
     said = {

@@ -47,7 +47,7 @@ def changes(about: Subject) -> Table:
     frame.columns = [f"{name} slots" if isinstance(name, int) else name for name in frame.columns]
     used = pd.concat([part for *_, part in lines])
     caption = (
-        "Below zero, or below one, is faster; mean and 95 % interval over prompts; up to 64 slots per layer. "
+        "Below zero, or below one, is faster; mean and 95 % interval over prompts, by slots per layer. "
         f"Guesses are for gate and up of the next layer, encoded. {conditions(used)}."
     )
     return Table("short_changes", caption, frame, used)
