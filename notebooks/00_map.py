@@ -55,6 +55,8 @@ Markdown(verdicts.sentence(workspace, model))
 #   gpu[one H200] --> kernels[06 kernels] & overlap[07 schedules] & wire[08 wire format] & decode[09 decode steps]
 #   disk[SSD, remote worker] --> tiers[10 tiers below]
 #   predictors --> decode & tiers
+#   second[second model] --> confirmation[11 confirmation]
+#   confirmation --> records
 #   predictors --> kernels & overlap
 #   overlap --> wire
 #   kernels & overlap & wire & decode & tiers --> records

@@ -45,7 +45,7 @@ break_evens = [0.8]  # precision that the control asks for
 horizon = 1  # layers ahead
 sizes = {"shape": "olmoe"}  # of the measured model: olmoe or qwen, layers whose experts are alike (alike), fields of its config
 qwen = {"routes": "", "labels": ["gate_ahead"], "slots": [64, 128, 192], "hits": [0.66, 0.86, 0.96], "prompts": 3,  # at its sizes
-    "steps": 96, "guesses": [["random", 2, 0, 0.0], ["oracle", 2, 0, 0.7]], "warm": [128], "plain": [128], "alike": 8}
+    "steps": 96, "guesses": [["random", 2, 0, 0.0], ["oracle", 2, 0, 0.7]], "warm": [128], "warm_guesses": [], "plain": [128], "alike": 8}
 vram = {"limits": ["6GiB", "10GiB"], "context": 512, "new_tokens": 64}  # memory limits, tokens they must do for and that are generated
 baseline_steps = 24  # decode steps of each baseline
 compile = True  # also compile the stock code around the experts
@@ -279,7 +279,8 @@ if "qwen" in parts:
     told |= {"prompts": qwen["prompts"]}
     drawn = dict(hits=dict(zip(qwen["slots"], qwen["hits"])), prompts=qwen["prompts"], steps=qwen["steps"])
     large = routes.driving(told if qwen["routes"] else None, drawn, seed, L=40, E=256, K=8)
-    own, wide = cases.all_cases(qwen["slots"], 256, qwen["guesses"], [], qwen["warm"]), cases.plain_cases(qwen["plain"], 256)
+    own = cases.all_cases(qwen["slots"], 256, qwen["guesses"], qwen["warm_guesses"], qwen["warm"])
+    wide = cases.plain_cases(qwen["plain"], 256)
     group = study.build(large, own + wide, seed, compile, shape="qwen", alike=qwen["alike"])
     driven_by = {"routes": qwen["routes"] or "synthetic"}
     found = study.named(study.measured(group, large, resamples, seed, wide, qwen["prompts"]), **driven_by)

@@ -47,6 +47,7 @@ def write(workspace) -> None:
     wire(workspace)
     decode(workspace)
     tiers(workspace)
+    confirmation(workspace)
     runs(workspace)
 
 

@@ -11,7 +11,7 @@ from factory import synthetic_trace
 from test_engine import build, offloaded, run, text
 
 import made_up_records
-from dualdeadline import cache, corpus, manifest, models, overlap, paths, record, selection, streams, traces
+from dualdeadline import cache, corpus, manifest, models, overlap, paths, record, selection, streams, study, traces
 from dualdeadline.confirmation import blocks, deviations, fitting, measuring, place, replayed, rows, shared
 from dualdeadline.report import confirmation as shown
 from dualdeadline.report import runtime
@@ -480,3 +480,10 @@ def test_run_times_are_those_of_the_profile_whatever_its_model(tmp_path):
         into.add("02_traces", "run_minutes", 7.0, "min", "measured")
         into.write()
         assert runtime.minutes(workspace).frame.minutes.tolist() == ["7.0", "7.0"]
+
+
+@pytest.mark.parametrize(("profile", "model"), [("pilot", "pilot-qwen"), ("qwen", "qwen")])
+def test_the_notebook_runs_the_protocols_parameters(profile, model):
+    (planned,) = study.plan(profile, only="11")
+    assert planned.parameters["model"] == model
+    assert deviations.named(model, planned.parameters) == FIXED["parameters"][model]

@@ -9,7 +9,7 @@ import pandas as pd
 from dualdeadline import manifest, schedule
 from dualdeadline.overlap import Setting
 from dualdeadline.report import (
-    decode, kernels, latex, overlap, published, routing, runtime, text, tiers_tables, verdicts, wire,
+    confirmation, decode, kernels, latex, overlap, published, routing, runtime, text, tiers_tables, verdicts, wire,
 )
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
@@ -40,6 +40,7 @@ def every(about: Subject) -> list[Number]:
         *_wire(about),
         *_engine(about),
         *_tiers(about),
+        *_confirmation(about),
         *_verdicts(about),
         *_run(about),
         _commit(about),
@@ -234,6 +235,12 @@ def _engine(about: Subject) -> list[Number]:
 def _tiers(about: Subject) -> list[Number]:
     """Tiers below host memory, by machine."""
     said, rows = tiers_tables.numbers(about)
+    return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
+
+
+def _confirmation(about: Subject) -> list[Number]:
+    """The second architecture."""
+    said, rows = confirmation.numbers(about)
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dualdeadline import paths, record
-from dualdeadline.report import latex, routing, text, verdicts
+from dualdeadline.report import confirmation, latex, routing, text, verdicts
 from dualdeadline.report.decode import engine_steps
 from dualdeadline.report.kernels import kernels
 from dualdeadline.report.overlap import blocks, decode_steps, validation
@@ -104,6 +104,7 @@ TABLES = {
     + (engine_steps, cold_decode, reads_ahead, step_parts)
     + (training, hypotheses, sources)
 }
+TABLES |= {f"confirmation_{name}": confirmation.TABLES[name] for name in confirmation.PAPER}
 
 
 def show(name: str, workspace: paths.Workspace, model: str = MODEL, corpus: str = CORPUS):

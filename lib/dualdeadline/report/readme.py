@@ -70,6 +70,11 @@ work is a pause of stated length): **{verdict_h7}**; their time over demand's: {
 machine answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products. Joules per
 token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
 
+**A second architecture**, targets fixed before its results: on the {confirm_model}, four guesses one layer ahead find
+{confirm_recall_residual_gate} of the routed experts by our predictor, {confirm_recall_shared_mlp} by the original
+study's, {confirm_recall_gate_ahead} by gate-ahead and {confirm_recall_popularity} by popularity ({confirm_conditions}).
+H2 repeated there: **{confirm_verdict_c2}**, {confirm_misses} comparisons; deviations from the protocol: {confirm_deviations}.
+
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
 """
