@@ -9,6 +9,7 @@ from conftest import passes_interpreted
 from dualdeadline import kernels, models
 from dualdeadline.decode import big, measure, memory, routes, stopped, study
 from dualdeadline.decode.cases import Case, guess
+from dualdeadline.engine.driven import Driven, Ranked
 from dualdeadline.engine.surgery import find
 from dualdeadline.store import HostStore
 
@@ -94,6 +95,25 @@ def test_rows_of_a_memory_limit_name_it_and_compare_tokens(monkeypatch):
     monkeypatch.setattr(memory, "_run", lambda *how: next(told))
     with pytest.raises(AssertionError, match="within 3MB other tokens were generated"):
         list(memory.rows(["3MB"], 64, 3, device="cpu", **sizes))
+
+
+def test_guesses_are_those_of_the_step_under_way_whenever_the_routers_counter_moves_on():
+    """Compiled code may move it on before the first layer's experts: then each guess would be of the next token."""
+    drive = routes.driving(None, dict(hits={2: 0.5, 4: 0.8}, prompts=1, steps=6), 0, L=3, E=8, K=2)
+    spec = models.describe(big.build("cpu", shape="qwen", num_hidden_layers=3, **SIZES))
+    driven, ranked = Driven(spec, drive.routes), Ranked(drive.scores["oracle"], torch.device("cpu"))
+    guide = big.Charged(driven, ranked, None, 1, 3)
+    driven.rewind(4)
+    guide.rewind(4)
+    for step in (4, 5, 0):
+        driven.place.fill_(2)
+        found = [guide(number, None, None) for number in range(3)]
+        assert found[2] is None
+        for layer, (ids, values) in enumerate(found[:2], 1):
+            assert set(ids[0, :2].tolist()) == set(drive.routes[step, layer].tolist()) and values[0, :2].tolist() == [
+                1,
+                1,
+            ]
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside test_in_the_interpreter")

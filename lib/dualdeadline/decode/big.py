@@ -67,17 +67,26 @@ def _share(spec: models.MoESpec, alike: int) -> None:
 
 
 class Charged:
-    """Recorded guesses, at the price of a predictor kernel of the model's own sizes whose output is thrown away."""
+    """Recorded guesses, at the price of a predictor kernel of the model's own sizes whose output is thrown away.
+
+    It counts the steps itself: code that is compiled whole may move the routers' counter on as soon as the last of them
+    is looked up in the recorded routes, long before their layers run.
+    """
 
     on_device = True
 
     def __init__(self, driven: Driven, ranked: Ranked, kernel: guides.DeviceGuide | None, horizon: int, layers: int):
         self.driven, self.ranked, self.kernel, self.horizon, self.layers = driven, ranked, kernel, horizon, layers
-        self.place = driven.place.clone()
+        self.place, self.coming = driven.place.clone(), driven.place.clone()
+
+    def rewind(self, step: int) -> None:
+        """Let the next forward have the guesses of token `step`."""
+        self.coming.fill_(step % self.driven.T)
 
     def __call__(self, number: int, hidden, ids):
-        if number == 0:  # beside the last layer's router, which moves the counter on, nothing may read it
-            torch.add(self.driven.place, 0, out=self.place)  # a kernel: copies are what attribution looks for
+        if number == 0:
+            torch.add(self.coming, 0, out=self.place)  # a kernel: copies are what attribution looks for
+            self.coming.add_(1).remainder_(self.driven.T)
         if self.kernel is not None:
             self.kernel(number, hidden, ids)
         target = number + self.horizon
@@ -211,6 +220,8 @@ class Variants:
         if not (self.devices[case].resident or case.warm):
             self.devices[case].tables.clear()
         self.driver.rewind(step)
+        if self.devices[case].guide is not None:
+            self.devices[case].guide.rewind(step)
         self.place = PROMPT
         for state, first in self.caches[case][1]:
             state.copy_(first)

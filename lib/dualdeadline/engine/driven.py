@@ -66,7 +66,8 @@ class Driven:
     def guess(self, layer: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable experts of a layer in the current step: ids int32 [1,top], probabilities float32 [1,top].
 
-        Equal probabilities are in ascending id. The current step ends when the last MoE layer's router has run.
+        Equal probabilities are in ascending id. The current step ends when the last MoE layer's router has run; in code
+        that is compiled whole, perhaps as soon as all routes have been looked up.
 
         Raises:
             ValueError: no scores were given, or `layer` or `top` is out of range.

@@ -61,6 +61,7 @@ def copies(
     if not on_cpu and (reason := why_not(to.index, source.index)):
         raise RuntimeError(reason)
     direct = on_cpu or torch.cuda.can_device_access_peer(to.index, source.index)
+    _open(to, source)
     draw, variants, keys = np.random.default_rng(seed), {}, []
     for part in PARTS:
         size = shape.component_bytes[part]
@@ -80,6 +81,12 @@ def copies(
         low, median, high = np.percentile(ms, (20, 50, 80))
         out.append((*key, median, low, high, len(ms), direct))
     return pd.DataFrame(out, columns=["way", "part", "size_bytes", "depth", "ms", "low", "high", "n", "direct"])
+
+
+def _open(to: torch.device, source: torch.device) -> None:
+    """Open the direct way between two devices, which torch does at the first copy of a direction and kernels need."""
+    for end, other in ((to, source), (source, to)):
+        torch.ones(1, device=end).copy_(torch.zeros(1, device=other))
 
 
 def _by_engine(away: Tensor, slots: Tensor, rows: list[list[int]]) -> Callable[[int], None]:

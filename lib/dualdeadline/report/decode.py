@@ -214,6 +214,14 @@ def memory(rows: pd.DataFrame) -> pd.DataFrame:
     return part.assign(**gib, slots=part["config.slots"].astype(int)).set_index("variant")[[*gib, "slots"]]
 
 
+def reserved(rows: pd.DataFrame) -> str:
+    """`5.87 of 6.00 GiB (24 slots)` for each limit."""
+    found = memory(rows)
+    found = found[found["limit, GiB"] > 0] if len(found) else found
+    parts = (f"{got:.2f} of {limit:.2f} GiB ({slots} slots)" for limit, got, slots in found.itertuples(index=False))
+    return "; ".join(parts) or "nothing yet: not measured"
+
+
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
     """Tokens/s of the fastest variant with so many slots and that guessing."""
     part = steps(rows, "tokens_per_s", warm)
@@ -232,6 +240,13 @@ def chosen(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> pd.
     for name, value in config.items():
         part = part[part[name if name == "variant" else f"config.{name}"] == value]
     return part
+
+
+def wrong(rows: pd.DataFrame) -> pd.DataFrame:
+    """What random guesses do to a step: under the live control where that has been measured, else by themselves."""
+    part = _measured(rows, "prefetch_time_ratio")
+    held = part[(part.variant == "random-no prefetch") & _break_even(part).notna()]
+    return held if len(held) else chosen(rows, "prefetch_time_ratio", variant="random-no prefetch", budget="2-0")
 
 
 def by_slots(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> str:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from dualdeadline import manifest, schedule
+from dualdeadline import manifest, record, schedule
 from dualdeadline.overlap import Setting
 from dualdeadline.report import (
-    confirmation, decode, kernels, latex, overlap, published, routing, runtime, text, tiers_tables, verdicts, wire,
+    confirmation, decode, decode_large, kernels, latex, overlap, published, routing, runtime, text, tiers_tables,
+    verdicts, wire,
 )
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
@@ -194,7 +195,7 @@ def _engine(about: Subject) -> list[Number]:
     """Tokens/s of the engine, its distance from the floor, and what deadlines, wire format and guesses change."""
     kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "link_gbps", "deadline_difference_ms",
              "wire_time_ratio", "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms",
-             "equal_logit_steps", "simulated_step_ms"]
+             "equal_logit_steps", "simulated_step_ms", "reserved_bytes"]
     rows = about.rows(decode.STAGE, kinds)
     counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
 
@@ -221,7 +222,10 @@ def _engine(about: Subject) -> list[Number]:
         "engine_equal_steps": text.count(int(rows[rows.metric == "equal_logit_steps"]["median"].sum())),
         "engine_off": f"{decode.errors(rows)['off by, %'].abs().median():.1f}",
     }
-    labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle", "random": "random"}
+    large = record.read(about.workspace, decode.STAGE, decode_large.MODEL)
+    said |= {"engine_random": overlap.by_slots(decode.wrong(rows)), "engine_vram": decode.reserved(rows),
+             "engine_large": decode_large.answer(large)}
+    labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle"}
     for name, label in labels.items():
         said[f"engine_{name}"] = decode.by_slots(
             rows, "prefetch_time_ratio", variant=f"{label}-no prefetch", budget="2-0"

@@ -60,20 +60,24 @@ predictor's guesses; transformers' own modes reach {engine_stock}, {engine_stock
 resident, and accelerate's offload {engine_accelerate} (measured). In its graph a second deadline changes a raw step by
 {engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
 multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
-perfect ones by {engine_oracle}.
+perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Within a memory limit a
+GPU reserved {engine_vram}. {engine_large}
 
 **Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
 {tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors
 read one by one take {tier_record_times} times as long, by as many threads {tier_record_parallel}; the install of a
 record takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7; a layer's other
 work is a pause of stated length): **{verdict_h7}**; their time over demand's: {tier_ahead}. A worker on the same
-machine answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products. Joules per
-token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
+machine answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products.
+{tier_peer}
+Joules per token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
 
 **A second architecture**, targets fixed before its results: on the {confirm_model}, four guesses one layer ahead find
 {confirm_recall_residual_gate} of the routed experts by our predictor, {confirm_recall_shared_mlp} by the original
 study's, {confirm_recall_gate_ahead} by gate-ahead and {confirm_recall_popularity} by popularity ({confirm_conditions}).
-H2 repeated there: **{confirm_verdict_c2}**, {confirm_misses} comparisons; deviations from the protocol: {confirm_deviations}.
+Targets: recall **{confirm_verdict_c1}**, H2 repeated **{confirm_verdict_c2}** ({confirm_misses} comparisons), stall
+**{confirm_verdict_c3}**, predictor kernel **{confirm_verdict_c4}**, blocks **{confirm_verdict_c5}**, decode at
+Qwen3.6's sizes **{confirm_verdict_c6}**; deviations from the protocol: {confirm_deviations}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.

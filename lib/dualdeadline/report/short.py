@@ -40,7 +40,7 @@ def changes(about: Subject) -> Table:
     ]
     for name, words in GUESSES.items():
         fixed = {"variant": f"{name}-no prefetch", "budget": "2-0", "wire": "coded"}
-        found = decode.chosen(engine, "prefetch_time_ratio", **fixed)
+        found = decode.wrong(engine) if name == "random" else decode.chosen(engine, "prefetch_time_ratio", **fixed)
         lines.append((f"with over without guesses: {words}", GRAPH, found))
     cells = [{"a decode step changes by": what, "steps": how} | overlap.slot_values(rows) for what, how, rows in lines]
     frame = pd.DataFrame(cells).fillna("–")
@@ -48,7 +48,8 @@ def changes(about: Subject) -> Table:
     used = pd.concat([part for *_, part in lines])
     caption = (
         "Below zero, or below one, is faster; mean and 95 % interval over prompts, by slots per layer. "
-        f"Guesses are for gate and up of the next layer, encoded. {conditions(used)}."
+        f"Guesses are for gate and up of the next layer, encoded; the live control stops random ones. "
+        f"{conditions(used)}."
     )
     return Table("short_changes", caption, frame, used)
 

@@ -29,7 +29,8 @@ STAGES = {
     "10_tiers": ("What changes when experts lie on an SSD or in another process?",
                  "this machine's disk, records of others; routes, scores", "records, figures"),
     "11_confirmation": ("Do the findings hold on a second architecture, fixed beforehand?",
-                        "second model, prompts, protocol; records of others", "own traces and predictors, records, figures"),
+                        "second model, prompts, protocol; records of others",
+                        "own traces and predictors, records, figures"),
     "12_paper": (
         "Does all that is said follow from records?",
         "records, figures",

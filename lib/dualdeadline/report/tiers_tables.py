@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dualdeadline.report import look, text, tiers
+from dualdeadline.report import look, text, tiers, tiers_said
 from dualdeadline.report.tables import Subject, Table, conditions
 
 AHEAD = ("ms", "time_ratio", "hit_rate", "lead_ms", "read_ms", "useful", "wasted", "late", "bound_ms")
@@ -126,6 +126,7 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
         "tier_record_parallel": _by_machine(cold["times parallel"], 1),
         "tier_install": "; ".join(f"{value:.2f} ({key[0]}, {key[1]})" for key, value in installs.items()),
         "tier_remote": ", ".join(f"{ms:.1f} ms for {key[1]}" for key, ms in remote["round trip"].items()),
+        "tier_peer": tiers_said.peers(tiers.every(about.workspace, about.model)),
         "tier_remote_compute": "; ".join(f"{low:.0%} to {high:.0%}" for low, high in share.to_numpy()),
     }
     return said, rows
