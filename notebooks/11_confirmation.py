@@ -64,12 +64,14 @@ from matplotlib import pyplot as plt
 from dualdeadline import evaluation, overlap, predictors, record, replay, report, selection, streams
 from dualdeadline.confirmation import blocks, deviations, fitting, fused, measuring, place, replayed, rows, shared
 from dualdeadline.report import confirmation as shown
+from dualdeadline.report import confirmation_said
 from dualdeadline.traces import Sampling
 
 # %%
 own = place.Place(profile, model)
 about = shown.Subject(own.plain, model, corpora[0])
 parameters = deviations.named(model, globals())
+assert told_budget in budgets and slots, f"told_budget is {told_budget}, slots are {slots}; needed: one of {budgets}, at least one"
 shape, told = streams.QWEN, {"corpus": corpora[0], "split": "test"}
 report.style()
 
@@ -202,7 +204,7 @@ for ax, (name, part) in zip(axes, seen.groupby("metric", sort=False)):
     ax.axhline(0, color="black", lw=0.6)
     ax.set(xlabel="budget, whole experts", ylabel="staged - monolithic, ms",
            title=report.title(part, "link charged once" if "once" in name else "as published"))
-axes[0].legend(fontsize=6)
+axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6)
 report.save(fig, "11_stall", own, seen);
 
 # %% [markdown]
@@ -289,7 +291,7 @@ shown.show("targets", about)
 shown.show("beside", about)
 
 # %%
-Markdown(shown.answer(about))
+Markdown(confirmation_said.answer(about))
 
 # %% [markdown]
 # ## Limits

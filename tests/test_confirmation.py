@@ -14,6 +14,7 @@ import made_up_records
 from dualdeadline import cache, corpus, manifest, models, overlap, paths, record, selection, streams, study, traces
 from dualdeadline.confirmation import blocks, deviations, fitting, measuring, place, replayed, rows, shared
 from dualdeadline.report import confirmation as shown
+from dualdeadline.report import confirmation_said
 from dualdeadline.report import runtime
 from dualdeadline.report.tables import Subject
 from dualdeadline.traces import Sampling
@@ -429,7 +430,7 @@ def test_verdicts_follow_the_records(tmp_path):
             assert [shown.verdict(name, about) for name in ("C1", "C2", "C3")] == [word] * 3
             assert shown.verdict("C4", about) == "supported"
             assert {shown.verdict(name, about) for name in ("C5", "C6")} == {"open (no data yet)"}
-            assert f"C2 (prediction (H2 repeated)) **{word}**" in shown.answer(about)
+            assert f"C2 (prediction (H2 repeated)) **{word}**" in confirmation_said.answer(about)
 
 
 def test_decode_is_shown_once_it_is_measured(about):

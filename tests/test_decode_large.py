@@ -1,5 +1,6 @@
 """A model of Qwen3.6's kind in the decode study: shared experts of layers, linear attention's states, equal bits."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -147,3 +148,18 @@ def test_bits_are_equal_and_a_prompt_begins_again_with_its_own_states(monkeypatc
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
     second = group.step(cases[0])
     assert group.handle.telemetry.path == "graph" and not torch.equal(second, first[2])
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside test_in_the_interpreter")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_perfect_guesses_are_in_time_where_the_whole_step_is_compiled():
+    """Its compiled code moves the routers' counter on in its first kernel."""
+    drive = routes.driving(None, dict(hits={2: 0.3, 4: 0.5}, prompts=1, steps=4), 0, L=8, E=8, K=2)
+    cases = [Case(8, "raw"), guess(Case(4), "oracle", 2, 0, 0.7)]
+    group = study.build(drive, cases, 0, True, "cpu", shape="qwen", num_hidden_layers=8, **SIZES)
+    for step in (0, 1):
+        group.rewind(cases[1], step)
+        group.step(cases[1])
+    counts = group.counts(cases[1])
+    assert "compiled whole" in group.handle.why[-1]
+    assert counts["in_time_gate_up"] > 10 and counts["late_gate_up"] == 0

@@ -214,7 +214,10 @@ def location(key: str) -> tuple[str, str | None]:
     if "path" not in found:
         own = checkpoints.local(key)
         return (found["hub"], found["revision"]) if own is None else (str(own), None)
-    return str(paths.need(paths.PACKAGE / found["path"], "90_pilot_model")), None
+    folder = paths.PACKAGE / found["path"]
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} is missing; needed: the embedded model, which is part of the repository")
+    return str(folder), None
 
 
 def revision(key: str) -> str:

@@ -38,7 +38,6 @@ class Candidate:
         return issubclass(predictors.REGISTRY[self.name], predictors.Learned)
 
 
-BASELINES = [Candidate(name, name, "baseline") for name in UNTRAINED]
 ABLATIONS = [
     Candidate("probe", "probe"),
     Candidate("shared_mlp", "shared_mlp"),
@@ -58,7 +57,9 @@ ABLATIONS = [
     Candidate("residual_gate_no_low_rank", "residual_gate", "ours", {"features": ("previous", "running")}),
 ]
 
-SHOWN = (*UNTRAINED, "probe", "low_rank")  # one seed, every horizon; the finalists come beside them
+ADDED = [name for name in predictors.REGISTRY if name not in (*UNTRAINED, *(item.name for item in ABLATIONS))]
+BASELINES = [Candidate(name, name, "baseline") for name in (*UNTRAINED, *ADDED)]
+SHOWN = (*UNTRAINED, *ADDED, "probe", "low_rank")  # one seed, every horizon; the finalists come beside them
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pandas as pd
 from dualdeadline import manifest, record, schedule
 from dualdeadline.overlap import Setting
 from dualdeadline.report import (
-    confirmation, decode, decode_large, kernels, latex, overlap, published, routing, runtime, text, tiers_tables,
+    confirmation_said, decode, decode_large, kernels, latex, overlap, published, routing, runtime, text, tiers_tables,
     verdicts, wire,
 )
 from dualdeadline.report.replay import COLD
@@ -244,7 +244,7 @@ def _tiers(about: Subject) -> list[Number]:
 
 def _confirmation(about: Subject) -> list[Number]:
     """The second architecture."""
-    said, rows = confirmation.numbers(about)
+    said, rows = confirmation_said.numbers(about)
     return [Number(name, value, latex.made_by(rows)) for name, value in said.items()]
 
 

@@ -94,7 +94,7 @@ def sources(about: Subject) -> Table:
     caption = (
         "Records behind every number here: data_manifests/records/<stage>.csv, made by notebooks/<stage>.py."
     )
-    return Table("sources", caption, frame, rows, wide=True, align="llrll")
+    return Table("sources", caption, frame, rows, wide=True, align="llrp{0.22\\linewidth}p{0.36\\linewidth}")
 
 
 TABLES = {

@@ -72,12 +72,16 @@ machine answers over loopback in {tier_remote} rows of eight experts, {tier_remo
 {tier_peer}
 Joules per token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.
 
-**A second architecture**, targets fixed before its results: on the {confirm_model}, four guesses one layer ahead find
-{confirm_recall_residual_gate} of the routed experts by our predictor, {confirm_recall_shared_mlp} by the original
-study's, {confirm_recall_gate_ahead} by gate-ahead and {confirm_recall_popularity} by popularity ({confirm_conditions}).
-Targets: recall **{confirm_verdict_c1}**, H2 repeated **{confirm_verdict_c2}** ({confirm_misses} comparisons), stall
-**{confirm_verdict_c3}**, predictor kernel **{confirm_verdict_c4}**, blocks **{confirm_verdict_c5}**, decode at
-Qwen3.6's sizes **{confirm_verdict_c6}**; deviations from the protocol: {confirm_deviations}.
+**A second architecture**, targets fixed before its results: on the {confirm_model}, four guesses one layer ahead
+find {confirm_recall_residual_gate} of the routed experts (of eight, so at most half) by our predictor,
+{confirm_recall_shared_mlp} by the original study's, {confirm_recall_gate_ahead} by gate-ahead and
+{confirm_recall_popularity} by popularity ({confirm_conditions}). Targets: recall **{confirm_verdict_c1}**, H2
+repeated **{confirm_verdict_c2}** ({confirm_misses} comparisons), stall **{confirm_verdict_c3}**, predictor kernel
+**{confirm_verdict_c4}**, blocks **{confirm_verdict_c5}**, decode at Qwen3.6's sizes **{confirm_verdict_c6}**;
+deviations from the protocol: {confirm_deviations}. {confirm_decode} Two deadlines change the published accounting's
+stall by {confirm_stall} ms, and by {confirm_stall_without} ms without any guess: no gain of prediction. Against
+whole experts with the same bytes ahead, two deadlines for the last expert lengthen blocks of Qwen3.6's size by
+{confirm_split} (first, middle, last layer; {confirm_kind}); pipelining whole ones changes them by {confirm_whole}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.
