@@ -214,8 +214,7 @@ def location(key: str) -> tuple[str, str | None]:
     if "path" not in found:
         own = checkpoints.local(key)
         return (found["hub"], found["revision"]) if own is None else (str(own), None)
-    folder = paths.PACKAGE / found["path"]
-    if not folder.exists():
+    if not (folder := paths.PACKAGE / found["path"]).exists():
         raise FileNotFoundError(f"{folder} is missing; needed: the embedded model, which is part of the repository")
     return str(folder), None
 
