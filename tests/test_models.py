@@ -106,9 +106,9 @@ def test_sizes_other_than_listed_are_refused(listed):
         models.load("tiny", device="cpu")
 
 
-def test_missing_embedded_model_names_its_stage(listed, tmp_path):
+def test_a_missing_embedded_model_is_said_to_be_part_of_the_repository(listed, tmp_path):
     listed(path=str(tmp_path / "gone"))
-    with pytest.raises(FileNotFoundError, match="notebook 90_pilot_model makes it"):
+    with pytest.raises(FileNotFoundError, match="gone is missing; needed: the embedded model, which is part of the repository"):
         models.load("tiny")
 
 

@@ -1,5 +1,7 @@
 """Every predictor: fit, score, step, save; sizes as published; controls; bad input."""
 
+import runpy
+
 import pandas as pd
 import pytest
 import torch
@@ -324,3 +326,12 @@ def test_fits_are_kept_compared_and_not_repeated(train, test, tmp_path):
         selection.of_source(train, "poems")
     with pytest.raises(ValueError, match="shared_mlp"):
         selection.candidate("nonsense")
+
+
+def test_a_registered_predictor_is_a_baseline_of_every_table(monkeypatch):
+    names = [item.name for item in selection.BASELINES + selection.ABLATIONS]
+    assert set(names) == set(predictors.REGISTRY) and not selection.ADDED
+    monkeypatch.setitem(predictors.REGISTRY, "mine", predictors.REGISTRY["popularity"])
+    again = runpy.run_module(selection.__name__)
+    assert again["ADDED"] == ["mine"] and "mine" in again["SHOWN"]
+    assert [item.kind for item in again["BASELINES"] if item.name == "mine"] == ["baseline"]
