@@ -332,6 +332,6 @@ def test_a_registered_predictor_is_a_baseline_of_every_table(monkeypatch):
     names = [item.name for item in selection.BASELINES + selection.ABLATIONS]
     assert set(names) == set(predictors.REGISTRY) and not selection.ADDED
     monkeypatch.setitem(predictors.REGISTRY, "mine", predictors.REGISTRY["popularity"])
-    again = runpy.run_module(selection.__name__)
+    again = runpy.run_path(selection.__file__)
     assert again["ADDED"] == ["mine"] and "mine" in again["SHOWN"]
     assert [item.kind for item in again["BASELINES"] if item.name == "mine"] == ["baseline"]
