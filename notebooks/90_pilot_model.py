@@ -161,6 +161,15 @@ recall = report.rows_of(workspace, "04_evaluation", "recall", corpus="pilot", sp
 # %% tags=["table"]
 report.table(routing.against_published(cache, recall), "beside_olmoe", "embedded model and OLMoE-1B-7B", workspace)
 
+# %% [markdown]
+# ## The second embedded model
+#
+# Trained the same way on the same text, of Qwen3.5's architecture, for notebook 11: its training, held-out text and routing beside the
+# first one's.
+
+# %% tags=["table"]
+report.table(routing.embedded([model, "pilot-qwen"]), "embedded", "the embedded models; loads over the mean of a layer", workspace)
+
 # %%
 Markdown(f"**Answer.** A 14.8 M parameter OLMoE, {total['tokens_seen'] / 1e6:,.0f} M tokens from scratch; "
          f"**{macro:.3f} bits per byte** (macro over natural text; at most {target} was asked), no dead expert.")
