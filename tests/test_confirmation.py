@@ -446,11 +446,14 @@ def test_decode_is_shown_once_it_is_measured(about):
         large.add("other routes", "tokens_per_s", speed, "1/s", "measured", speed, speed, n=6, slots=128, routes=routes)
     large.write()
     assert "130.0 [125.0, 135.0] tokens/s" in shown.decode(second, 128) and shown.verdict("C6", second) == "supported"
-    large.add("fastest", "tokens_per_s", 140.0, "1/s", "measured", 139, 141, n=6, slots=128, routes="pilot-qwen")
+    large.add(
+        "fastest", "tokens_per_s", 140.0, "1/s", "measured", 139, 141, n=6, slots=128, routes="pilot-qwen", warm=True
+    )
     large.write()
     assert "140.0 [139.0, 141.0] tokens/s" in shown.decode(
         second, 128
     ), "Qwen3.6's sizes, driven by this model's routes"
+    assert shown.decode(second, 128).endswith("Decode's slots stay warm.")
     assert shown.decode_kind(second, 128) == "measured" and shown.decode_kind(second, 64) == "not measured yet"
 
 

@@ -71,7 +71,7 @@ def compared(name: str, about: Subject) -> tuple[pd.DataFrame, pd.DataFrame]:
     return verdicts.compared(about.workspace, name, STAGE, test | {"config": config}, about.model)
 
 
-def _told(name: str, key: str):
+def fixed_value(name: str, key: str):
     """The first value that a target's test fixes for a config key."""
     return deviations.entries()["targets"][name]["test"]["config"][key][0]
 
@@ -95,8 +95,8 @@ def targets(about: Subject) -> Table:
     rows = pd.concat(used)
     caption = (
         f"Confirmation on {about.model}: targets fixed before any result of it (those of C5, of no model's routes, had "
-        "been seen), single values with 95 % interval, else how many comparisons support. C3's accounting favours two "
-        f"deadlines without any guess, too; C6's slots stay warm. {conditions(rows)}."
+        "been seen), single values with 95 % interval, else how many comparisons support."
+        f"{_kept(rows)} {conditions(rows)}."
     )
     return Table("confirmation_targets", caption, frame, rows, wide=True, align="lp{0.3\\linewidth}p{0.3\\linewidth}rl")
 
@@ -130,8 +130,8 @@ def misses(about: Subject) -> Table:
     )
     caption = (
         f"H2 repeated on {about.model}: paired difference in recall of what a prompt-cold LRU cache of "
-        f"{_told('C2', 'slots')} routed experts misses, budget {_told('C2', 'budget')}, mean and 95 % interval over "
-        f"prompts. {conditions(rows)}."
+        f"{fixed_value('C2', 'slots')} routed experts misses, budget {fixed_value('C2', 'budget')}, mean and 95 % "
+        f"interval over prompts. {conditions(rows)}."
     )
     return Table("confirmation_misses", caption, frame, rows, wide=True, align="llrrrl")
 
@@ -237,5 +237,14 @@ def decode(about: Subject, slots: int) -> str:
     if not len(rows):
         return f"Decode of {about.model} with {slots} slots per layer: not measured yet."
     speed = text.value(*found.loc[0, ["median", "low", "high"]], digits=1)
-    kept = "slots stay warm" if str(rows["config.warm"].iloc[0]) == "True" else "slots empty at each prompt"
-    return f"With {slots} slots per layer the best variant decodes {speed} tokens/s ({kept}; {conditions(rows)})."
+    return f"With {slots} slots per layer the best variant decodes {speed} tokens/s ({conditions(rows)}).{_kept(rows)}"
+
+
+def _kept(rows: pd.DataFrame) -> str:
+    """What the slots of measured decode among some rows hold when a prompt begins; "" where there is none."""
+    part = rows[rows.metric == "tokens_per_s"]
+    if part.empty or "config.warm" not in part or part["config.warm"].isna().iloc[0]:
+        return ""
+    return (
+        " Decode's slots stay warm." if str(part["config.warm"].iloc[0]) == "True" else " Decode's slots start empty."
+    )

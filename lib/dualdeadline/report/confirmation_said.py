@@ -7,7 +7,7 @@ import pandas as pd
 from dualdeadline import manifest
 from dualdeadline.confirmation import deviations
 from dualdeadline.report import text, verdicts
-from dualdeadline.report.confirmation import _told, compared, decode, second, verdict
+from dualdeadline.report.confirmation import fixed_value, compared, decode, second, verdict
 from dualdeadline.report.confirmation_sources import kind_of, rows_of
 from dualdeadline.report.tables import Subject, conditions
 
@@ -16,10 +16,10 @@ ANSWER = """\
 experts (of eight, so at most half) by ResidualGate, {confirm_recall_shared_mlp} by the published study's predictor,
 {confirm_recall_gate_ahead} by gate-ahead and {confirm_recall_popularity} by popularity (test split, 95 % interval
 over prompts). Targets: {targets}. {confirm_decode} In the published accounting two deadlines change the stall by
-{confirm_stall} ms, and by {confirm_stall_without} ms without any guess: what shortens it is no gain of prediction.
-Against whole experts with the same bytes ahead, two deadlines for the last expert lengthen these blocks by
-{confirm_split} (first, middle, last layer; {confirm_kind}); pipelining whole ones changes them by {confirm_whole}.
-Deviations from the protocol: {confirm_deviations}."""
+{confirm_stall} ms, without any guess by {confirm_stall_without} ms; what no prefetch shows too is not credited to
+prediction. Against whole experts with the same bytes ahead, two deadlines for the last expert change these blocks
+by {confirm_split} (first, middle, last layer; positive is slower; {confirm_kind}), pipelining whole ones by
+{confirm_whole}. Deviations from the protocol: {confirm_deviations}."""
 
 
 def _places(rows: pd.DataFrame, variant: str) -> str:
@@ -34,9 +34,9 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
     about = second(about)
     kinds = ["recall", "hit_rate", "block_change", "deviations", "stall_difference_ms"]
     rows, entry = rows_of(about, kinds), manifest.read_yaml("models.yaml").get(about.model, {})
-    told = rows_of(about, "recall", horizon=1, budget=_told("C1", "budget"), **about.test)
+    told = rows_of(about, "recall", horizon=1, budget=fixed_value("C1", "budget"), **about.test)
     at = told.set_index("variant")[["median", "low", "high"]]
-    hit = rows_of(about, "hit_rate", slots=_told("C2", "slots"), start="cold", **about.test).set_index("variant")[
+    hit = rows_of(about, "hit_rate", slots=fixed_value("C2", "slots"), start="cold", **about.test).set_index("variant")[
         ["median", "low", "high"]
     ]
     said = {
@@ -55,9 +55,9 @@ def numbers(about: Subject) -> tuple[dict[str, str], pd.DataFrame]:
         "confirm_deviations": text.count(rows[rows.metric == "deviations"]["median"].iloc[0]),
         "confirm_split": _places(rows, "component_priority"),
         "confirm_whole": _places(rows, "demand_pipelined"),
-        "confirm_stall": stall.get(_told("C1", "budget"), "–"),
+        "confirm_stall": stall.get(fixed_value("C1", "budget"), "–"),
         "confirm_stall_without": stall.get(0, "–"),
-        "confirm_decode": decode(about, _told("C6", "slots")),
+        "confirm_decode": decode(about, fixed_value("C6", "slots")),
         "confirm_kind": kind_of(rows, "block_change"),
         "confirm_conditions": conditions(told).lower(),
     }

@@ -19,8 +19,8 @@ def answer(rows: pd.DataFrame) -> str:
     kept = ", ".join(_speed_of(rows, count, True) for count in sorted(set(warm.slots)))
     off = decode.errors(rows)["off by, %"].abs()
     return (
-        f"Tokens/s without prediction at Qwen3.6's sizes, routes {_driven_by(cold)}: slots empty at each prompt "
-        f"{said} of {counts[-1]} slots, {decode.best(rows, counts[-1]):.0f} with everything resident"
+        f"Measured tokens/s without prediction at Qwen3.6's sizes, routes {_driven_by(cold)}: slots empty at each "
+        f"prompt {said} of {counts[-1]} slots, {decode.best(rows, counts[-1]):.0f} with everything resident"
         + (f"; slots that stay warm {kept}" if kept else "")
         + f". A step takes {raw.min():.2f} to {raw.max():.2f} (raw) and {coded.min():.2f} to {coded.max():.2f} "
         f"(encoded) times the resident step plus the link time of its bytes ({decode.link_gbps(rows):.1f} GB/s)."

@@ -61,7 +61,7 @@ resident, and accelerate's offload {engine_accelerate} (measured). In its graph 
 {engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
 multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
 perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Within a memory limit a
-GPU reserved {engine_vram}. {engine_large}
+GPU reserved {engine_vram} (measured). {engine_large}
 
 **Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
 {tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors
@@ -79,9 +79,10 @@ find {confirm_recall_residual_gate} of the routed experts (of eight, so at most 
 repeated **{confirm_verdict_c2}** ({confirm_misses} comparisons), stall **{confirm_verdict_c3}**, predictor kernel
 **{confirm_verdict_c4}**, blocks **{confirm_verdict_c5}**, decode at Qwen3.6's sizes **{confirm_verdict_c6}**;
 deviations from the protocol: {confirm_deviations}. {confirm_decode} Two deadlines change the published accounting's
-stall by {confirm_stall} ms, and by {confirm_stall_without} ms without any guess: no gain of prediction. Against
-whole experts with the same bytes ahead, two deadlines for the last expert lengthen blocks of Qwen3.6's size by
-{confirm_split} (first, middle, last layer; {confirm_kind}); pipelining whole ones changes them by {confirm_whole}.
+stall by {confirm_stall} ms, without any guess by {confirm_stall_without} ms; what no prefetch shows too is not credited
+to prediction. Against whole experts with the same bytes ahead, two deadlines for the last expert change blocks of
+Qwen3.6's size by {confirm_split} (first, middle, last layer; positive is slower; {confirm_kind}), pipelining whole ones
+by {confirm_whole}.
 
 **Time.** Traces, predictors, replays, simulations, figures and tables run again on {run_machine} in
 {run_minutes} minutes; what a GPU measured, training included, is read from committed records.

@@ -48,7 +48,7 @@ def changes(about: Subject) -> Table:
     used = pd.concat([part for *_, part in lines])
     caption = (
         "Below zero, or below one, is faster; mean and 95 % interval over prompts, by slots per layer. "
-        f"Guesses are for gate and up of the next layer, encoded; the live control stops random ones. "
+        "Guesses are for gate and up of the next layer, encoded; the live control stops random ones. "
         f"{conditions(used)}."
     )
     return Table("short_changes", caption, frame, used)

@@ -61,7 +61,8 @@ def peers(rows: pd.DataFrame) -> str:
         f"{row.variant}, {int(row['config.slots'])} slots {row['median']:.2f} ms" for _, row in steps.iterrows()
     )
     return (
-        f"Experts from another GPU's memory, one behind another: {said} ({', '.join(sorted(set(part.machine)))})."
+        f"Experts from another GPU's memory, one behind another: {said} (measured, "
+        f"{', '.join(sorted(set(part.machine)))})."
         + (f" Raw steps without guesses over each (simulated): {over}." if over else "")
     )
 
