@@ -159,12 +159,13 @@ Markdown(f"```python\n{inspect.getsource(predictor_kernels.mlp_kernel.fn)}```")
 report.table(shown.predictor_costs(rows), "predictor", "one step inside a CUDA graph or launched, ms (median)", workspace, digits=4)
 
 # %% [markdown]
-# **Kept sets.** The kernel reads states in bfloat16. Its arithmetic in torch, on pairs of token and layer that no fit has seen:
+# **Kept sets.** The kernel reads states in bfloat16. Its arithmetic in torch, on pairs of token and layer that no fit has seen. With
+# float32 weights only the order of additions differs: where two probabilities tie in all but the last bits, a processor may choose either.
 
 # %%
 kept = fidelity.kept_sets(workspace, corpus, split, guided, budgets=(2, 4, 8), prompts=checked_prompts)
 exact = kept[kept.weights == "float32"]
-assert (exact.kept == exact.pairs).all()
+assert (exact.worse < 1e-5).all() and (exact.kept >= 0.999 * exact.pairs).all()
 report.table(kept.assign(share=kept.kept / kept.pairs), "kept", "top-n sets equal to the float32 predictor's", workspace, digits=5)
 
 # %% [markdown]

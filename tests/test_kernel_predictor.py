@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import interpreted_python
-from dualdeadline import predictors
+from dualdeadline import fidelity, predictors
 from dualdeadline.kernels import predictor as kernels
 from dualdeadline.kernels import predictor_kernels as device
 from dualdeadline.kernels import tl, triton
@@ -270,3 +270,19 @@ def test_requests_that_the_kernels_cannot_serve(train, fitted, monkeypatch):
     ahead = kernels.Fused(predictors.build("residual_gate", horizon=0).fit(train), "cpu", tokens=2)
     with pytest.raises(ValueError, match="ids is None"):
         ahead.step(0, state)
+
+
+def test_kept_sets_count_what_changed_and_by_how_much_it_is_worse():
+    """Two processors add in another order: a set that differs by a tie is not kept, and nothing is worse."""
+    plain = torch.tensor([[0.9, 0.5, 0.5 - 1e-7, 0.1], [0.9, 0.6, 0.4, 0.1], [0.2, 0.9, 0.7, 0.1]])
+    tied, wrong = plain.clone(), plain.clone()
+    tied[0, 1] -= 2e-7
+    wrong[1] = torch.tensor([0.9, 0.3, 0.4, 0.1])
+    kept, worse = fidelity.chosen(plain, tied, 2)
+    assert kept.tolist() == [False, True, True] and 0 < worse < 1e-6
+    kept, worse = fidelity.chosen(plain, wrong, 2)
+    assert kept.tolist() == [True, False, True] and worse == pytest.approx(0.2)
+    assert fidelity.chosen(plain, plain.flip(0).flip(0), 2)[1] == 0
+    swapped = plain.clone()
+    swapped[2] = torch.tensor([0.2, 0.7, 0.9, 0.1])  # the same two, in another order
+    assert fidelity.chosen(plain, swapped, 2)[0].all() and fidelity.chosen(plain, swapped, 2)[1] == 0
