@@ -33,9 +33,9 @@ certified_slots = [8, 64]  # slots per layer in that comparison
 prompts = 6  # prompts whose decode steps drive the measured model
 slots = [16, 32, 48]  # slots per layer of the measured model
 guesses = [  # scores (recorded, or controls), gate/up and down components ahead per layer, least probability
-    ["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7],
-    ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
-warm_guesses = [["residual_gate", 2, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
+    ["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0],
+    ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
+warm_guesses = [["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
 map_of = {"slots": [32], "lanes": [2, 4], "prompts": 2}  # the map of links and layers; fewer programs of a fetch emulate slower links
 map_guesses = [["residual_gate", 2, 0, 0.7]]  # as guesses
 chosen = [32, "residual_gate", 2, 0, 0.7]  # slots and guesses whose energy is compared
@@ -139,7 +139,7 @@ if "steps" in parts:
 # %%
 if "control" in parts:
     group = study.build(drive, cases.control_cases(slots, drive.E, control_guesses, break_evens), seed, compile, **sizes)
-    overlap.record_parts("09_decode", model, workspace, study.controlled(group, drive, resamples, seed))
+    overlap.record_parts("09_decode", model, workspace, study.apart(group, drive, resamples, seed, "control", "break_even"))
     del group
 
 # %%
@@ -279,11 +279,15 @@ if "qwen" in parts:
     told |= {"prompts": qwen["prompts"]}
     drawn = dict(hits=dict(zip(qwen["slots"], qwen["hits"])), prompts=qwen["prompts"], steps=qwen["steps"])
     large = routes.driving(told if qwen["routes"] else None, drawn, seed, L=40, E=256, K=8)
-    own = cases.all_cases(qwen["slots"], 256, qwen["guesses"], qwen["warm_guesses"], qwen["warm"])
-    wide = cases.plain_cases(qwen["plain"], 256)
-    group = study.build(large, own + wide, seed, compile, shape="qwen", alike=qwen["alike"])
-    driven_by = {"routes": qwen["routes"] or "synthetic"}
+    own = cases.all_cases(qwen["slots"], 256, qwen["guesses"], [], [])
+    kept, wide = cases.warm_cases(qwen["warm"], 256, qwen["warm_guesses"]), cases.plain_cases(qwen["plain"], 256)
+    shaped, driven_by = {"shape": "qwen", "alike": qwen["alike"]}, {"routes": qwen["routes"] or "synthetic"}
+    group = study.build(large, own + wide, seed, compile, **shaped)
     found = study.named(study.measured(group, large, resamples, seed, wide, qwen["prompts"]), **driven_by)
+    overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
+    del group
+    group = study.build(large, kept, seed, compile, **shaped)  # warm variants have slots of their own: no room beside the cold
+    found = study.named(study.apart(group, large, resamples, seed, "warm", "warm"), **driven_by)
     overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
     del group
 

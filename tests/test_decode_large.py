@@ -9,7 +9,7 @@ from conftest import passes_interpreted
 
 from dualdeadline import kernels, models
 from dualdeadline.decode import big, measure, memory, routes, stopped, study
-from dualdeadline.decode.cases import Case, guess
+from dualdeadline.decode.cases import Case, guess, warm_cases
 from dualdeadline.engine.driven import Driven, Ranked
 from dualdeadline.engine.surgery import find
 from dualdeadline.store import HostStore
@@ -148,6 +148,21 @@ def test_bits_are_equal_and_a_prompt_begins_again_with_its_own_states(monkeypatc
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
     second = group.step(cases[0])
     assert group.handle.telemetry.path == "graph" and not torch.equal(second, first[2])
+    ((part, found),) = study.apart(group, drive, 20, 0, "kept", "warm")
+    assert part == "kept" and {row["metric"] for row in found} >= {"step_ms", "hit_rate", "link_bytes"}
+    assert all(row["config"]["warm"] and row["config"]["slots"] == 4 for row in found)
+
+
+def test_warm_cases_have_the_resident_one_first_and_their_own_without_guesses():
+    found = warm_cases([2, 4], 8, [["oracle", 2, 0, 0.7]])
+    assert [(case.slots, case.warm, case.predictor) for case in found] == [
+        (8, False, ""),
+        (2, True, ""),
+        (2, True, "oracle"),
+        (4, True, ""),
+        (4, True, "oracle"),
+    ]
+    assert all(case.base in found for case in found)
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside test_in_the_interpreter")

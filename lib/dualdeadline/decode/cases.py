@@ -80,6 +80,14 @@ def all_cases(
     return found
 
 
+def warm_cases(slots: Sequence[int], E: int, guesses: Sequence[Sequence]) -> list[Case]:
+    """Resident, and slots that stay warm, without guesses and with them."""
+    found = [Case(E, "raw")]
+    for base in (Case(count, warm=True) for count in slots):
+        found += [base, *(guess(base, *one) for one in guesses)]
+    return found
+
+
 def control_cases(
     slots: Sequence[int], E: int, guesses: Sequence[Sequence], break_evens: Sequence[float]
 ) -> list[Case]:

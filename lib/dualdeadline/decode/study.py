@@ -9,7 +9,7 @@ from dualdeadline.decode.cases import Case
 from dualdeadline.decode.recorded import Recorded, with_controls
 from dualdeadline.schedule import COMPONENTS
 
-__all__ = ["build", "controlled", "measured", "named", "with_controls"]
+__all__ = ["apart", "build", "measured", "named", "with_controls"]
 
 
 def build(
@@ -25,12 +25,19 @@ def named(parts: Iterator[tuple[str, list[dict]]], **config) -> Iterator[tuple[s
         yield part, [row | {"config": row["config"] | config} for row in found]
 
 
-def controlled(group: big.Variants, recorded: Recorded, resamples: int, seed: int) -> Iterator[tuple[str, list[dict]]]:
-    """Cases of the live control in one interleaved run of their own, after the check of their bits."""
-    stored = {wire: {part: store.bytes(part) for part in COMPONENTS} for wire, store in group.stores.items()}
+def apart(
+    group: big.Variants, recorded: Recorded, resamples: int, seed: int, part: str, key: str
+) -> Iterator[tuple[str, list[dict]]]:
+    """Cases in one interleaved run of their own, after the check of their bits: the live control's, or warm ones that
+    device memory does not hold beside the cold.
+
+    Args:
+        part: name. key: of the config of the rows that are kept; what they are compared with is recorded elsewhere.
+    """
+    stored = {wire: {name: store.bytes(name) for name in COMPONENTS} for wire, store in group.stores.items()}
     measure.check(group, recorded.spans[0].start)
     found = rows.measured(measure.run(group, recorded.spans, seed), stored, resamples, seed)
-    yield "control", [row for row in found if "break_even" in row["config"]]
+    yield part, [row for row in found if row["config"].get(key) not in (None, False)]
 
 
 def measured(
