@@ -33,8 +33,8 @@ certified_slots = [8, 64]  # slots per layer in that comparison
 prompts = 6  # prompts whose decode steps drive the measured model
 slots = [16, 32, 48]  # slots per layer of the measured model
 guesses = [  # scores (recorded, or controls), gate/up and down components ahead per layer, least probability
-    ["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0],
-    ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
+    ["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["residual_gate", 2, 1, 0.7], ["gate_ahead", 2, 0, 0.7],
+    ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
 warm_guesses = [["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
 map_of = {"slots": [32], "lanes": [2, 4], "prompts": 2}  # the map of links and layers; fewer programs of a fetch emulate slower links
 map_guesses = [["residual_gate", 2, 0, 0.7]]  # as guesses

@@ -22,6 +22,7 @@ from dualdeadline.kernels import experts
 from dualdeadline.kernels import slots as kernel
 from dualdeadline.schedule import COMPONENTS
 from dualdeadline.store import HostStore
+from dualdeadline.streams.lanes import beside
 
 
 class DeviceDriven:
@@ -54,7 +55,7 @@ class DeviceDriven:
         self.E = layers[0].E
         self.resident = all(len(banks[part][0]) >= self.E for part in COMPONENTS)
         self.filled, self.failed = self.resident, ""  # whether every expert lies in the slot of its own number
-        self.streams = [torch.cuda.Stream(tables.device) for _ in range(2)] if self.cuda else []
+        self.streams: list[torch.cuda.Stream] = []  # link and guide; drawn where the first layer runs
         self.forked: set[int] = set()  # streams with work that nothing has waited for
         self.keep: tuple = ()  # what the guide still reads while the products run
         self.found: dict[int, object] = {}
@@ -97,6 +98,8 @@ class DeviceDriven:
             self.forked or self.admitted or self.landed
         ):  # of a forward that ended before its last layer
             self.drop() if self.capturing() else self.settle()  # a capture begins when the device has come to rest
+        if number == 0 or not self.streams:
+            self._own_streams()
         hidden, weights = hidden.contiguous(), weights.contiguous()
         gate_up, down = (self.banks[part][number] for part in COMPONENTS)
         if self.resident:
@@ -173,6 +176,11 @@ class DeviceDriven:
             return None
 
     # streams: 0 link, 1 guide; on a CPU everything runs in turn
+
+    def _own_streams(self) -> None:
+        """Streams other than the one this forward runs or is captured on: on that one nothing would overlap."""
+        if self.cuda and (not self.streams or torch.cuda.current_stream(self.tables.device) in self.streams):
+            self.streams = beside(2, self.tables.device)
 
     def _stream(self, number: int):
         return torch.cuda.stream(self.streams[number]) if self.cuda else _Nothing()

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from dualdeadline.streams.lanes import CudaLanes, Mark
+from dualdeadline.streams.lanes import CudaLanes, Mark, beside
 from dualdeadline.task import Task
 
 
@@ -94,7 +94,12 @@ class StreamLanes(CudaLanes):
     """Current stream and copy streams of a GPU, kept from layer to layer."""
 
     def enter(self) -> None:
-        self.streams[0] = torch.cuda.current_stream(self.streams[1].device)
+        device, before = self.streams[1].device, self.streams[1:]
+        self.streams[0] = torch.cuda.current_stream(device)
+        if self.streams[0] in before:
+            self.streams[1:] = beside(len(before), device)
+            for stream, other in zip(self.streams[1:], before, strict=True):
+                stream.wait_stream(other)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

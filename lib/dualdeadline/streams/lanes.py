@@ -19,6 +19,20 @@ class Mark:
     end: object
 
 
+def beside(count: int, device: torch.device) -> list[torch.cuda.Stream]:
+    """`count` different streams, none of them the current one.
+
+    torch hands out the same 32 streams in turn: one may be the stream that runs or captures the caller's work, and what
+    was to run beside that work would queue up between its pieces.
+    """
+    found, own = [], torch.cuda.current_stream(device)
+    while len(found) < count:
+        stream = torch.cuda.Stream(device)
+        if stream != own and stream not in found:
+            found.append(stream)
+    return found
+
+
 class CudaLanes:
     """The current stream computes, `copy_streams` others copy in turn.
 
@@ -32,7 +46,7 @@ class CudaLanes:
     def __init__(self, device: torch.device, timed: bool = False, copy_streams: int = 1):
         self.timed = timed
         compute = torch.cuda.current_stream(device)
-        self.streams = [compute, *(torch.cuda.Stream(device) for _ in range(copy_streams))]
+        self.streams = [compute, *beside(copy_streams, device)]
         self.turn = 0
         self.begin = self._event()
         self.begin.record(compute)
