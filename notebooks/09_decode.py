@@ -61,7 +61,7 @@ import dualdeadline
 from dualdeadline import models, overlap, paths, record, report, streams
 from dualdeadline.decode import baselines, cases, certificate, memory, recorded, routes, simulated, stopped, study
 from dualdeadline.report import decode as shown
-from dualdeadline.report import decode_large
+from dualdeadline.report import decode_large, decode_memory
 
 # %%
 workspace = paths.Workspace(profile)
@@ -257,7 +257,7 @@ report.table(lines, "control", "step with guesses over the step without", worksp
 # from the device at most, from `offload()` through `generate()`; tokens are those of the model with all experts in slots.
 
 # %% tags=["table"]
-lines = shown.memory(rows)
+lines = decode_memory.memory(rows)
 held = lines[lines["limit, GiB"] > 0] if len(lines) else lines
 assert not len(held) or (held["reserved, GiB"] <= held["limit, GiB"]).all()
 report.table(lines, "vram", "memory under a limit", workspace, digits=2) if len(lines) else Markdown("Not measured yet.")

@@ -264,6 +264,10 @@ def decode(workspace) -> None:
     rows.add("all variants", "equal_logit_steps", 300, "steps", "measured", n=300, why="", compiled=True)
     for name, size in (("raw, gate_up", 8e6), ("raw, down", 4e6), ("coded, gate_up", 5.5e6), ("coded, down", 2.75e6)):
         rows.add(name, "component_bytes", size, "bytes", "measured")
+    for wire, gbps in (("raw", 40.0), ("coded", 50.0)):  # beside 0.002 ms of each launch
+        for count in (0, 1, 4):
+            keys = {"n": 7, "wire": wire, "component": "gate_up", "count": count, "bytes": count * 8e6}
+            rows.add("fetch", "single_ms", 0.002 + count * 8.0 / gbps, "ms", "measured", **keys)
     rows.add("copy", "link_gbps", 51.0, "GB/s", "measured", 50.0, 52.0, n=5, lanes=0)
     rows.add("oracle", "joules_per_token", 1.5, "J/token", "measured", n=960, source="nvml", **cases[-1].config())
     rows.write()

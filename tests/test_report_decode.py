@@ -4,7 +4,7 @@ import made_up_records
 import pytest
 
 from dualdeadline import record
-from dualdeadline.report import decode, decode_large
+from dualdeadline.report import decode, decode_large, decode_memory
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,10 @@ def test_floors_add_the_link_to_the_resident_step(rows):
     assert line["resident + link, ms"] == pytest.approx(1.5 + link)
     assert line["ratio"] == pytest.approx(line["step, ms"] / (1.5 + link))
     assert line["to the longer of both"] == pytest.approx(line["step, ms"] / max(1.5, link))
+    assert line["at a fetch's rate"] == pytest.approx(line["step, ms"] / (1.5 + 5e6 * 32 / 40.0 / 1e6))
+    coded = decode.floors(rows).loc[("coded, two deadlines", 32, "cold")]
+    assert coded["at a fetch's rate"] == pytest.approx(coded["step, ms"] / (1.5 + 5e6 * 32 / 50.0 / 1e6))
+    assert "reach 40.0 (raw) and 50.0 GB/s (encoded) of a copy's 51.0" in decode.reads(rows)
     assert len(decode.ratios(rows, "raw")) == 6 and len(decode.ratios(rows, "coded")) == 9
 
 
@@ -57,8 +61,19 @@ def test_the_larger_sizes_are_told_with_what_drove_them(rows):
         assert "slots that stay warm" in text
 
 
+def test_guesses_at_the_larger_sizes_are_told_by_slots_and_only_where_measured(rows):
+    told = rows.assign(**{"config.routes": "synthetic"})
+    text = decode_large.answer(told)
+    cold = text[text.index(" With the predictor's guesses") :]
+    assert "132 at 16, 179 at 32, 278 at 48 tokens/s; a step with guesses over one without: the predictor's 16 slots" in cold
+    assert "the next router's 16 slots 0.900" in cold and "perfect 16 slots" in cold and "shuffled" not in cold
+    assert "Slots that stay warm, with the predictor's guesses 132 at 16" in cold
+    plain = told[~told.metric.str.startswith("prefetch")]
+    assert "guesses" not in decode_large.answer(plain)
+
+
 def test_memory_under_a_limit_stands_beside_it(rows):
-    assert decode.memory(rows).empty
+    assert decode_memory.memory(rows).empty
     one = rows.iloc[:1].assign(metric="reserved_bytes", variant="within 6GiB", median=5 * 2**30)
-    found = decode.memory(one.assign(**{"config.limit_bytes": 6 * 2**30, "config.slots": 20}))
+    found = decode_memory.memory(one.assign(**{"config.limit_bytes": 6 * 2**30, "config.slots": 20}))
     assert found.loc["within 6GiB"].tolist() == [6.0, 5.0, 20]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dualdeadline.cost import TransferModel
 from dualdeadline.report import overlap
 from dualdeadline.report.tables import Subject, Table, conditions
 
@@ -99,8 +100,17 @@ def link_gbps(rows: pd.DataFrame) -> float:
     return float(rows[(rows.metric == "link_gbps") & (rows.variant == "copy")]["median"].iloc[0])
 
 
+def fetch_gbps(rows: pd.DataFrame, wire: str) -> float:
+    """Rate of a kernel's reads of host memory: the slope of the line through single fetches of the same run."""
+    part = rows[(rows.metric == "single_ms") & (rows.variant == "fetch") & (rows["config.wire"] == wire)]
+    return 1e-6 / TransferModel.fit(part["config.bytes"].astype(float), part["median"]).slope_ms
+
+
 def floors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Steps beside resident step plus the link time of their bytes, and their ratio; oracle's beside the longer."""
+    """Steps beside resident step plus the link time of their bytes, and their ratio; oracle's beside the longer.
+
+    *at a fetch's rate*: the ratio where the bytes take what single fetches by a kernel take, instead of copies.
+    """
     gbps, frames = link_gbps(rows), []
     for warm in (False, True):
         part = steps(rows, warm=warm)
@@ -113,15 +123,29 @@ def floors(rows: pd.DataFrame) -> pd.DataFrame:
     link = frame["MB per token"] / gbps
     frame["resident + link, ms"] = resident_ms(rows) + link
     frame["ratio"] = frame["step, ms"] / frame["resident + link, ms"]
+    coded = frame.index.get_level_values("name").str.startswith("coded")
+    rate = pd.Series(coded, frame.index).map({wire == "coded": fetch_gbps(rows, wire) for wire in ("raw", "coded")})
+    frame["at a fetch's rate"] = frame["step, ms"] / (resident_ms(rows) + frame["MB per token"] / rate)
     frame["to the longer of both"] = frame["step, ms"] / link.clip(lower=resident_ms(rows))
     return frame.sort_values(["caches", "slots", "name"], ascending=[True, False, True])
 
 
-def ratios(rows: pd.DataFrame, wire: str) -> pd.Series:
-    """Steps without prediction over resident step plus link time, of one wire."""
-    frame = floors(rows)["ratio"]
+def ratios(rows: pd.DataFrame, wire: str, column: str = "ratio") -> pd.Series:
+    """Steps without prediction over resident step plus link time, of one wire; or another column of `floors`."""
+    frame = floors(rows)[column]
     names = frame.index.get_level_values("name")
     return frame[names.str.startswith(wire) & ~names.str.contains("oracle")]
+
+
+def reads(rows: pd.DataFrame) -> str:
+    """What a kernel's reads of host memory make of a step's distance from its floor, a sentence."""
+    gbps = [fetch_gbps(rows, wire) for wire in ("raw", "coded")]
+    raw, coded = (ratios(rows, wire, "at a fetch's rate") for wire in ("raw", "coded"))
+    return (
+        f"Single fetches by a kernel reach {gbps[0]:.1f} (raw) and {gbps[1]:.1f} GB/s (encoded) of a copy's "
+        f"{link_gbps(rows):.1f}; at those rates the ratios are {raw.min():.2f} to {raw.max():.2f} and "
+        f"{coded.min():.2f} to {coded.max():.2f}."
+    )
 
 
 def spread(rows: pd.DataFrame, layers: int) -> pd.DataFrame:
@@ -205,23 +229,6 @@ def baselines(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def memory(rows: pd.DataFrame) -> pd.DataFrame:
-    """What was reserved on the device under each limit, and the slots per layer that it gave."""
-    part = rows[rows.metric == "reserved_bytes"]
-    if part.empty:
-        return pd.DataFrame(columns=["limit, GiB"])
-    gib = {"limit, GiB": part["config.limit_bytes"].astype(float) / 2**30, "reserved, GiB": part["median"] / 2**30}
-    return part.assign(**gib, slots=part["config.slots"].astype(int)).set_index("variant")[[*gib, "slots"]]
-
-
-def reserved(rows: pd.DataFrame) -> str:
-    """`5.87 of 6.00 GiB (24 slots)` for each limit."""
-    found = memory(rows)
-    found = found[found["limit, GiB"] > 0] if len(found) else found
-    parts = (f"{got:.2f} of {limit:.2f} GiB ({slots} slots)" for limit, got, slots in found.itertuples(index=False))
-    return "; ".join(parts) or "nothing yet: not measured"
-
-
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
     """Tokens/s of the fastest variant with so many slots and that guessing."""
     part = steps(rows, "tokens_per_s", warm)
@@ -270,7 +277,7 @@ def answer(rows: pd.DataFrame) -> str:
         f"{said('residual_gate', False)}. With slots that stay warm {said('no prefetch', True)}; with guesses "
         f"{said('residual_gate', True)}. Without prediction a step takes {raw.min():.2f} to {raw.max():.2f} (raw) and "
         f"{coded.min():.2f} to {coded.max():.2f} (encoded) times the resident step plus the link time of its bytes "
-        f"({link_gbps(rows):.1f} GB/s). Two deadlines change an encoded step by "
+        f"({link_gbps(rows):.1f} GB/s). {reads(rows)} Two deadlines change an encoded step by "
         f"{by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
         f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )

@@ -9,8 +9,8 @@ import pandas as pd
 from dualdeadline import manifest, record, schedule
 from dualdeadline.overlap import Setting
 from dualdeadline.report import (
-    confirmation_said, decode, decode_large, kernels, latex, overlap, published, routing, runtime, text, tiers_tables,
-    verdicts, wire,
+    confirmation_said, decode, decode_large, decode_memory, kernels, latex, overlap, published, routing, runtime, text,
+    tiers_tables, verdicts, wire,
 )
 from dualdeadline.report.replay import COLD
 from dualdeadline.report.tables import MODEL, Subject, conditions
@@ -195,7 +195,7 @@ def _engine(about: Subject) -> list[Number]:
     """Tokens/s of the engine, its distance from the floor, and what deadlines, wire format and guesses change."""
     kinds = ["step_ms", "tokens_per_s", "hit_rate", "link_bytes", "link_gbps", "deadline_difference_ms",
              "wire_time_ratio", "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms",
-             "equal_logit_steps", "simulated_step_ms", "reserved_bytes"]
+             "equal_logit_steps", "simulated_step_ms", "reserved_bytes", "single_ms"]
     rows = about.rows(decode.STAGE, kinds)
     counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
 
@@ -213,6 +213,7 @@ def _engine(about: Subject) -> list[Number]:
         "engine_warm_guided": speeds("residual_gate", True),
         "engine_warm_hits": hits(True),
         "engine_link": f"{decode.link_gbps(rows):.1f}",
+        "engine_reads": decode.reads(rows),
         "engine_deadlines": decode.by_slots(rows, "deadline_difference_ms", wire="raw"),
         "engine_deadlines_coded": decode.by_slots(rows, "deadline_difference_ms", wire="coded"),
         "engine_wire": decode.by_slots(rows, "wire_time_ratio"),
@@ -223,7 +224,7 @@ def _engine(about: Subject) -> list[Number]:
         "engine_off": f"{decode.errors(rows)['off by, %'].abs().median():.1f}",
     }
     large = record.read(about.workspace, decode.STAGE, decode_large.MODEL)
-    said |= {"engine_random": overlap.by_slots(decode.wrong(rows)), "engine_vram": decode.reserved(rows),
+    said |= {"engine_random": overlap.by_slots(decode.wrong(rows)), "engine_vram": decode_memory.reserved(rows),
              "engine_large": decode_large.answer(large)}
     labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle"}
     for name, label in labels.items():

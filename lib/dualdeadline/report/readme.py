@@ -60,8 +60,9 @@ predictor's guesses; transformers' own modes reach {engine_stock}, {engine_stock
 resident, and accelerate's offload {engine_accelerate} (measured). In its graph a second deadline changes a raw step by
 {engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
 multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
-perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Within a memory limit a
-GPU reserved {engine_vram} (measured). {engine_large}
+perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Without guesses a step
+takes {engine_floor_raw} (raw) and {engine_floor_coded} (encoded) times the resident step plus its bytes at the rate of
+copies. {engine_reads} Within a memory limit a GPU reserved {engine_vram} (measured). {engine_large}
 
 **Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
 {tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors

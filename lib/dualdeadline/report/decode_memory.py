@@ -1,0 +1,22 @@
+"""What a limit on device memory left, as measured."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+
+def memory(rows: pd.DataFrame) -> pd.DataFrame:
+    """What was reserved on the device under each limit, and the slots per layer that it gave."""
+    part = rows[rows.metric == "reserved_bytes"]
+    if part.empty:
+        return pd.DataFrame(columns=["limit, GiB"])
+    gib = {"limit, GiB": part["config.limit_bytes"].astype(float) / 2**30, "reserved, GiB": part["median"] / 2**30}
+    return part.assign(**gib, slots=part["config.slots"].astype(int)).set_index("variant")[[*gib, "slots"]]
+
+
+def reserved(rows: pd.DataFrame) -> str:
+    """`5.87 of 6.00 GiB (24 slots)` for each limit."""
+    found = memory(rows)
+    found = found[found["limit, GiB"] > 0] if len(found) else found
+    parts = (f"{got:.2f} of {limit:.2f} GiB ({slots} slots)" for limit, got, slots in found.itertuples(index=False))
+    return "; ".join(parts) or "nothing yet: not measured"
