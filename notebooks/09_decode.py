@@ -182,10 +182,11 @@ report.table(shown.speeds(rows, warm=True), "speeds_warm", "the same with slots 
 # %% [markdown]
 # ## How far from the floor
 #
-# Without prediction a step cannot be shorter than the resident step plus the time its bytes take on the link (plain copies, measured in
-# the same run); with perfect guesses not shorter than the longer of both. Which experts are fetched is known on the device alone, and a copy
-# inside a graph has fixed addresses: so a kernel fetches, whose reads of host memory do not reach a copy's rate. *At a fetch's rate* counts
-# the same bytes at what single fetches of the run reach; what is left above one is look-ups, launches and decoding that nothing hides.
+# Without prediction a step takes about the resident step plus the time its bytes take on the link (plain copies, measured in the same
+# run), since little but a layer's gate and up runs beside a crossing; with perfect guesses it is not shorter than the longer of both.
+# Which experts are fetched is known on the device alone, and a copy inside a graph has fixed addresses: so a kernel fetches, whose reads of
+# host memory do not reach a copy's rate. *At a fetch's rate* counts the same bytes at what single fetches of the run reach; what is left
+# above one is look-ups, launches and decoding that nothing hides.
 
 # %% tags=["table"]
 report.table(shown.floors(rows), "floors", "steps without prefetch, and with perfect guesses", workspace, digits=3)
