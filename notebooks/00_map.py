@@ -106,6 +106,6 @@ print(protocol["grid"]["budgets"], protocol["grid"]["horizons"], protocol["stati
 # %% [markdown]
 # ## Limits
 #
-# 01 to 05 need no GPU; 06 to 09 were measured on one H200 and show its records elsewhere. 10 measures this machine's disk and a worker
-# beside it, and shows all machines' records. Whole decode steps at OLMoE's sizes have random weights under the embedded model's routes
-# (09). Replayed and simulated are not measured.
+# 01 to 05 need no GPU; 06 to 09, the second model's kernels and blocks (11) and both trainings (90) were measured on one H200, whose
+# records are shown elsewhere. 10 measures this machine's disk and a worker beside it, and shows all machines' records, an H200 host's
+# too. Whole decode steps have random weights, under the routes of the embedded models (09). Replayed and simulated are not measured.

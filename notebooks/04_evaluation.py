@@ -144,7 +144,7 @@ report.table(mass.pivot(index="variant", columns=["metric", "budget"], values="m
 
 # %% tags=["figure"]
 rows = report.rows_of(workspace, "04_evaluation", "miss_recall", model, horizon=1, budget=4, **first)
-rows = rows[rows.variant.isin([ours, *rivals, "transition", "previous_token", "popularity", "random"])]
+rows = rows[rows.variant.isin([ours, *rivals, "transition", "previous_token", "popularity", "random", *selection.ADDED])]
 fig, ax = plt.subplots(figsize=(6.4, 3.3))
 report.curves(rows, "config.slots", ax)
 ax.set(xlabel="cache slots per layer", ylabel="recall of misses, 4 guesses", xticks=slots,
@@ -162,7 +162,7 @@ report.table(bytes_.pivot(index="variant", columns="slots", values="mean").sort_
 
 # %% tags=["figure"]
 rows = report.rows_of(workspace, "04_evaluation", "layer_recall", model, horizon=1, **first)
-rows = rows[rows.variant.isin([ours, *rivals, "transition", "popularity"])]
+rows = rows[rows.variant.isin([ours, *rivals, "transition", "popularity", *selection.ADDED])]
 fig, ax = plt.subplots(figsize=(6.4, 3.3))
 report.curves(rows, "config.layer", ax)
 ax.set(xlabel="target layer (layer 0 has no layer before it)", ylabel="recall at K",
@@ -176,7 +176,7 @@ report.save(fig, "04_layers", workspace, rows);
 # Scheduling multiplies them with costs, so they have to mean what they say.
 
 # %% tags=["figure"]
-shown = bins[bins.label.isin([ours, *rivals, "popularity"]) & (bins["count"] >= 200)]
+shown = bins[bins.label.isin([ours, *rivals, "popularity", *selection.ADDED]) & (bins["count"] >= 200)]
 rows = report.rows_of(workspace, "04_evaluation", "calibration_error", model, horizon=1, **first)
 fig, ax = plt.subplots(figsize=(4, 3.6))
 sns.lineplot(shown, x="probability", y="routed", hue="label", palette=report.palette(shown.label.unique()), marker=".", ax=ax)

@@ -32,9 +32,8 @@ new_tokens = 8  # generated for that comparison
 certified_slots = [8, 64]  # slots per layer in that comparison
 prompts = 6  # prompts whose decode steps drive the measured model
 slots = [16, 32, 48]  # slots per layer of the measured model
-guesses = [  # scores (recorded, or controls), gate/up and down components ahead per layer, least probability
-    ["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["residual_gate", 2, 1, 0.7], ["gate_ahead", 2, 0, 0.7],
-    ["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]
+guesses = [["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["random", 2, 0, 0.0],  # scores (recorded
+    ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7], ["oracle", 4, 4, 0.7]]  # or controls), gate/up and down ahead a layer, least chance
 warm_guesses = [["residual_gate", 2, 0, 0.7], ["residual_gate", 1, 0, 0.7], ["oracle", 2, 0, 0.7]]  # where slots stay warm
 map_of = {"slots": [32], "lanes": [2, 4], "prompts": 2}  # the map of links and layers; fewer programs of a fetch emulate slower links
 map_guesses = [["residual_gate", 2, 0, 0.7]]  # as guesses
@@ -44,8 +43,9 @@ control_guesses = [["random", 2, 0, 0.0], ["shuffled", 2, 0, 0.7], ["gate_ahead"
 break_evens = [0.8]  # precision that the control asks for
 horizon = 1  # layers ahead
 sizes = {"shape": "olmoe"}  # of the measured model: olmoe or qwen, layers whose experts are alike (alike), fields of its config
-qwen = {"routes": "", "labels": ["gate_ahead"], "slots": [64, 128, 192], "hits": [0.66, 0.86, 0.96], "prompts": 3,  # at its sizes
-    "steps": 96, "guesses": [["random", 2, 0, 0.0], ["oracle", 2, 0, 0.7]], "warm": [128], "warm_guesses": [], "plain": [128], "alike": 8}
+qwen = {"routes": "pilot-qwen", "labels": ["residual_gate", "gate_ahead"], "prompts": 3, "slots": [64, 128, 192],  # at its sizes
+    "guesses": [["residual_gate", 2, 0, 0.7], ["gate_ahead", 2, 0, 0.7], ["shuffled", 2, 0, 0.7], ["oracle", 2, 0, 0.7]], "plain": [128],
+    "warm": [128], "warm_guesses": [["residual_gate", 2, 0, 0.7]], "alike": 8, "steps": 96, "hits": [0.66, 0.86, 0.96]}  # of drawn routes
 vram = {"limits": ["6GiB", "10GiB"], "context": 512, "new_tokens": 64}  # memory limits, tokens they must do for and that are generated
 baseline_steps = 24  # decode steps of each baseline
 compile = True  # also compile the stock code around the experts
@@ -61,7 +61,7 @@ import dualdeadline
 from dualdeadline import models, overlap, paths, record, report, streams
 from dualdeadline.decode import baselines, cases, certificate, memory, recorded, routes, simulated, stopped, study
 from dualdeadline.report import decode as shown
-from dualdeadline.report import decode_large, decode_memory
+from dualdeadline.report import decode_large, decode_beside
 
 # %%
 workspace = paths.Workspace(profile)
@@ -170,7 +170,8 @@ axes[0].axhline(1e3 / shown.resident_ms(rows), color="black", lw=0.8, label="eve
 axes[0].set(xlabel="slots per layer (of 64)", ylabel="tokens/s", ylim=(0, None), title=report.title(speed, "No prefetch"))
 report.curves(change.assign(variant=change.variant.str.removesuffix("-no prefetch")), "config.slots", axes[1])
 axes[1].set(xlabel="slots per layer (of 64)", ylabel="step, with over without guesses", title=report.title(change, "Guesses"))
-[ax.legend() for ax in axes]
+axes[0].legend()
+axes[1].legend(loc="center", bbox_to_anchor=(0.5, 0.69), ncol=2, fontsize=7)  # between what gains and what does not
 report.save(fig, "09_speed", workspace, shown.steps(rows, "tokens_per_s"));
 
 # %% tags=["table"]
@@ -260,7 +261,7 @@ report.table(lines, "control", "step with guesses over the step without", worksp
 # from the device at most, from `offload()` through `generate()`; tokens are those of the model with all experts in slots.
 
 # %% tags=["table"]
-lines = decode_memory.memory(rows)
+lines = decode_beside.memory(rows)
 held = lines[lines["limit, GiB"] > 0] if len(lines) else lines
 assert not len(held) or (held["reserved, GiB"] <= held["limit, GiB"]).all()
 report.table(lines, "vram", "memory under a limit", workspace, digits=2) if len(lines) else Markdown("Not measured yet.")
@@ -272,24 +273,28 @@ report.table(lines, "vram", "memory under a limit", workspace, digits=2) if len(
 # attention to one with full, 256 experts of width 512, eight routed and one shared, random weights. So that host memory holds them raw and
 # encoded, layer i has the experts of layer i modulo 8; slots are each layer's own. Routes are either a small model's recorded ones, tiled
 # (the next eight layers take the steps of the same prompt some steps later, so that transitions inside eight layers are recorded ones and
-# nothing is guessed between), or synthetic: drawn so that an LRU cache hits as often as the parameters say. Then `random` and `oracle` are
-# the only guesses there are. The recorded rows say which: *routes*. Of the parameter `qwen`: *warm* slots are also kept from prompt to
-# prompt, *plain* ones also measured with the stock code not compiled.
+# nothing is guessed between), or synthetic: drawn so that an LRU cache hits as often as the parameters say, where notebook 11 has not
+# traced that model yet. Then `random`, `shuffled` and `oracle` are the only guesses there are. The recorded rows say which: *routes*. Of
+# the parameter `qwen`: *warm* slots are also kept from prompt to prompt, *plain* ones also measured with the stock code not compiled.
 
 # %%
 if "qwen" in parts:
     told = dict(profile=profile, model=qwen["routes"], corpus=corpus, split=split, labels=qwen["labels"], horizon=horizon)
-    told |= {"prompts": qwen["prompts"]}
+    told = told | {"prompts": qwen["prompts"]} if routes.traced(profile, qwen["routes"]) else None
     drawn = dict(hits=dict(zip(qwen["slots"], qwen["hits"])), prompts=qwen["prompts"], steps=qwen["steps"])
-    large = routes.driving(told if qwen["routes"] else None, drawn, seed, L=40, E=256, K=8)
-    own = cases.all_cases(qwen["slots"], 256, qwen["guesses"], [], [])
-    kept, wide = cases.warm_cases(qwen["warm"], 256, qwen["warm_guesses"]), cases.plain_cases(qwen["plain"], 256)
-    shaped, driven_by = {"shape": "qwen", "alike": qwen["alike"]}, {"routes": qwen["routes"] or "synthetic"}
+    large = routes.driving(told, drawn, seed, L=40, E=256, K=8)
+    known, known_warm = ([one for one in qwen[name] if one[0] in large.scores] for name in ("guesses", "warm_guesses"))
+    own, wide = cases.all_cases(qwen["slots"], 256, known, [], []), cases.plain_cases(qwen["plain"], 256)
+    shaped, driven_by = {"shape": "qwen", "alike": qwen["alike"]}, {"routes": qwen["routes"] if told else "synthetic"}
     group = study.build(large, own + wide, seed, compile, **shaped)
     found = study.named(study.measured(group, large, resamples, seed, wide, qwen["prompts"]), **driven_by)
     overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
     del group
-    group = study.build(large, kept, seed, compile, **shaped)  # warm variants have slots of their own: no room beside the cold
+
+# %%
+if "qwen" in parts and qwen["warm"]:
+    memory.free()  # warm variants have slots of their own: no room beside the cold
+    group = study.build(large, cases.warm_cases(qwen["warm"], 256, known_warm), seed, compile, **shaped)
     found = study.named(study.apart(group, large, resamples, seed, "warm", "warm"), **driven_by)
     overlap.record_parts("09_decode", decode_large.MODEL, workspace, found)
     del group
@@ -313,11 +318,15 @@ report.table(shown.floors(large_rows), "floors_large", "steps at Qwen3.6's sizes
 # %% tags=["table"]
 report.table(shown.speeds(large_rows), "speeds_large", "tokens/s by slots of 256", workspace, digits=0) if len(large_rows) else missing
 
+# %% tags=["table"]
+kept = shown.speeds(large_rows, warm=True) if len(large_rows) else large_rows
+report.table(kept, "speeds_large_warm", "the same with slots that stay warm", workspace, digits=0) if len(kept) else missing
+
 # %% [markdown]
 # ## What could be installed instead
 
 # %% tags=["table"]
-report.table(shown.baselines(rows), "baselines", "the same model, one token per step", workspace, digits=2)
+report.table(decode_beside.baselines(rows), "baselines", "the same model, one token per step", workspace, digits=2)
 
 # %%
 Markdown(shown.answer(rows))

@@ -148,7 +148,8 @@ def test_bits_are_equal_and_a_prompt_begins_again_with_its_own_states(monkeypatc
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
     second = group.step(cases[0])
     assert group.handle.telemetry.path == "graph" and not torch.equal(second, first[2])
-    ((part, found),) = study.apart(group, drive, 20, 0, "kept", "warm")
+    (check, compared), (part, found) = study.apart(group, drive, 20, 0, "kept", "warm")
+    assert (check, compared[0]["median"]) == ("kept, check", 12)
     assert part == "kept" and {row["metric"] for row in found} >= {"step_ms", "hit_rate", "link_bytes"}
     assert all(row["config"]["warm"] and row["config"]["slots"] == 4 for row in found)
 

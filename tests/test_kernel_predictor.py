@@ -283,6 +283,9 @@ def test_kept_sets_count_what_changed_and_by_how_much_it_is_worse():
     kept, worse = fidelity.chosen(plain, wrong, 2)
     assert kept.tolist() == [True, False, True] and worse == pytest.approx(0.2)
     assert fidelity.chosen(plain, plain.flip(0).flip(0), 2)[1] == 0
+    for bad in (torch.full((1, 4), float("nan")), torch.zeros(0, 4)):
+        with pytest.raises(ValueError, match="needed: at least one pair, numbers only"):
+            fidelity.chosen(bad, bad, 2)
     swapped = plain.clone()
     swapped[2] = torch.tensor([0.2, 0.7, 0.9, 0.1])  # the same two, in another order
     assert fidelity.chosen(plain, swapped, 2)[0].all() and fidelity.chosen(plain, swapped, 2)[1] == 0

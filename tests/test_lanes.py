@@ -46,19 +46,35 @@ def test_streams_beside_the_callers_differ_from_it_and_from_each_other(pool):
         assert len({stream.number for stream in found} | {pool[0].number}) == 3
         seen.append(pool[0].number)
     assert set(seen) == {-1, 0, 1, 2, 3}  # each stream of the pool was the caller's once
+    with pytest.raises(ValueError, match="5 streams were asked for; needed: less than"):
+        lanes.beside(5, torch.device("cuda", 0))
+
+
+def test_copy_streams_of_a_schedule_are_beside_its_compute_stream(pool, monkeypatch):
+    monkeypatch.setattr(lanes.CudaLanes, "_event", lambda self: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None, raising=False)
+    for _ in range(6):
+        pool[0] = Stream()
+        found = lanes.CudaLanes(torch.device("cuda", 0), copy_streams=2)
+        assert found.streams[0] == pool[0] and len({stream.number for stream in found.streams}) == 3
 
 
 def test_a_layer_that_is_captured_on_one_of_its_streams_takes_others(pool):
     """A graph is captured on a stream that torch made later than the layer's, perhaps the same."""
+    captures = [False]
     driven = SimpleNamespace(cuda=True, streams=[], tables=SimpleNamespace(device=torch.device("cuda", 0)))
+    driven.capturing = lambda: captures[0]
     DeviceDriven._own_streams(driven)
     kept = list(driven.streams)
     DeviceDriven._own_streams(driven)
     assert driven.streams == kept and pool[0] not in kept
-    for taken in kept:
+    for taken, captures[0] in zip(kept, (False, True)):
+        before = [stream.number for stream in driven.streams]
         pool[0] = taken
         DeviceDriven._own_streams(driven)
         assert taken not in driven.streams and len({stream.number for stream in driven.streams}) == 2
+        waited = [] if captures[0] or taken.number not in before else [[number] for number in before]
+        assert [stream.waited for stream in driven.streams] == waited or captures[0]
 
 
 def test_lanes_of_the_host_wait_for_the_streams_that_they_leave(pool):

@@ -1,10 +1,11 @@
 """What notebook 09 says, from made-up rows whose values follow from their keys."""
 
 import made_up_records
+import pandas as pd
 import pytest
 
 from dualdeadline import record
-from dualdeadline.report import decode, decode_large, decode_memory
+from dualdeadline.report import decode, decode_large, decode_beside
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def test_floors_add_the_link_to_the_resident_step(rows):
     assert line["at a fetch's rate"] == pytest.approx(line["step, ms"] / (1.5 + 5e6 * 32 / 40.0 / 1e6))
     coded = decode.floors(rows).loc[("coded, two deadlines", 32, "cold")]
     assert coded["at a fetch's rate"] == pytest.approx(coded["step, ms"] / (1.5 + 5e6 * 32 / 50.0 / 1e6))
-    assert "reach 40.0 (raw) and 50.0 GB/s (encoded) of a copy's 51.0" in decode.reads(rows)
+    low, high = (f(decode.ratios(rows, "raw", "at a fetch's rate")) for f in (min, max))
+    assert decode.reads(rows).startswith(" A kernel that fetches reads 40.0 (raw) and 50.0 GB/s (encoded)")
+    assert f"copies move 51.0; at the former rates the ratios are {low:.2f} to {high:.2f} and" in decode.reads(rows)
     assert len(decode.ratios(rows, "raw")) == 6 and len(decode.ratios(rows, "coded")) == 9
 
 
@@ -64,16 +67,38 @@ def test_the_larger_sizes_are_told_with_what_drove_them(rows):
 def test_guesses_at_the_larger_sizes_are_told_by_slots_and_only_where_measured(rows):
     told = rows.assign(**{"config.routes": "synthetic"})
     text = decode_large.answer(told)
-    cold = text[text.index(" With the predictor's guesses") :]
-    assert "132 at 16, 179 at 32, 278 at 48 tokens/s; a step with guesses over one without: the predictor's 16 slots" in cold
-    assert "the next router's 16 slots 0.900" in cold and "perfect 16 slots" in cold and "shuffled" not in cold
-    assert "Slots that stay warm, with the predictor's guesses 132 at 16" in cold
+    cold, warm = text[text.index(" Tokens/s with guesses: ") :].split(" Tokens/s with guesses in warm slots: ")
+    assert "the predictor's 132 at 16, 179 at 32, 278 at 48; the next router's 132 at 16" in cold and "perfect 132" in cold
+    assert "A step with wrong guesses takes 0.900 times as long" in cold
+    assert warm.startswith("the predictor's 156 at 16, 208 at 32, 312 at 48.") and "wrong" not in warm
     plain = told[~told.metric.str.startswith("prefetch")]
     assert "guesses" not in decode_large.answer(plain)
+    free = told[~told.variant.str.startswith("residual_gate")]
+    assert "guesses: the next router's" in decode_large.answer(free)
+    mixed = told.assign(**{"config.routes": told["config.warm"].map({True: "pilot-qwen"}).fillna("synthetic")})
+    assert "routes of pilot-qwen, tiled over the layers and synthetic:" in decode_large.answer(mixed)
+
+
+def test_what_a_run_did_not_measure_is_left_out(rows):
+    part = rows[rows.metric != "single_ms"]
+    assert decode.reads(part) == "" and decode.floors(part)["at a fetch's rate"].isna().all()
+    assert "fetch" not in decode.answer(part) and "(51.0 GB/s). Two deadlines" in decode.answer(part)
+
+
+def test_tokens_per_second_with_guesses_are_those_of_the_setting_told(rows):
+    other = rows[(rows.variant == "residual_gate") & (rows.metric == "tokens_per_s")]
+    other = other.assign(**{"config.budget": "1-0", "median": 9999.0})
+    both = pd.concat([rows, other], ignore_index=True)
+    assert decode.best(both, 16, "residual_gate") == decode.best(rows, 16, "residual_gate") < 9999
+
+
+def test_steps_of_a_run_of_their_own_are_not_set_against_another_runs_floor(rows):
+    part = rows.assign(**{"scope.part": rows["config.warm"].map({True: "warm"}).fillna("steps")})
+    assert set(decode.floors(part).index.get_level_values("caches")) == {"cold"}
 
 
 def test_memory_under_a_limit_stands_beside_it(rows):
-    assert decode_memory.memory(rows).empty
+    assert decode_beside.memory(rows).empty
     one = rows.iloc[:1].assign(metric="reserved_bytes", variant="within 6GiB", median=5 * 2**30)
-    found = decode_memory.memory(one.assign(**{"config.limit_bytes": 6 * 2**30, "config.slots": 20}))
+    found = decode_beside.memory(one.assign(**{"config.limit_bytes": 6 * 2**30, "config.slots": 20}))
     assert found.loc["within 6GiB"].tolist() == [6.0, 5.0, 20]

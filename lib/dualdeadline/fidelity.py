@@ -59,4 +59,6 @@ def chosen(plain: torch.Tensor, found: torch.Tensor, budget: int) -> tuple[torch
     own = found.topk(budget, -1).indices
     kept = (wanted.sort(-1).values == own.sort(-1).values).all(-1)
     short = best - plain.gather(-1, own).sort(-1, descending=True).values
+    if not short.numel() or short.isnan().any():
+        raise ValueError(f"{len(short)} pairs, {int(short.isnan().sum())} NaN; needed: at least one pair, numbers only")
     return kept, max(0.0, float(short.max()))

@@ -234,10 +234,10 @@ def _ahead(sizes: _Sizes, slots: int, recorded, cost: CostModel, batch: int, cho
     """What differs with prefetch (nothing: off), its gain, and the reason."""
     L, E, K = (sizes.spec[name] for name in "LEK")
     routes, prompt, scores, rows = recorded or (None, None, None, None)
-    if slots == E or batch > 1 or slots <= K:
-        return {}, 0.0, f"prefetch off: needed: batch 1 (is {batch}), {K} < slots < {E} (is {slots})"
-    if scores is None:
-        return {}, 0.0, "prefetch not planned: needed: a trace and scores; offload(predictor='auto') decides by itself"
+    lacks = ["a predictor's scores for a trace"] * (scores is None) + [f"batch 1 (is {batch})"] * (batch > 1)
+    lacks += [] if K < slots < E else [f"{K} < slots < {E} (is {slots})"]
+    if lacks:
+        return {}, 0.0, f"prefetch not planned: needed: {', '.join(lacks)}"
     horizon, rows = L - scores.shape[1], np.unique(rows)
     run = steps.Steps(routes, prompt, E, rows, {("scores", horizon): scores[rows]}, sizes.component)
     run.coded_bytes = sizes.coded

@@ -40,7 +40,7 @@ def rows(
 def _run(limit: str | None, context: int, new_tokens: int, seed: int, device: str, built: dict):
     model = big.build(device, seed=seed, **built).cpu()  # drawn on a GPU, which is quicker by far
     spec, _ = find(model)
-    _free(device)
+    free(device)
     asked = {"slots": spec.E} if limit is None else {"vram": limit}
     engine.offload(model, context=context, device=device, **asked)
     draw = torch.Generator().manual_seed(seed)
@@ -56,12 +56,12 @@ def _run(limit: str | None, context: int, new_tokens: int, seed: int, device: st
         "new_tokens": new_tokens,
     }
     del model
-    _free(device)
+    free(device)
     said = dict(variant=f"within {limit}" if limit else "all experts in slots", metric="reserved_bytes")
     return tokens, said | dict(unit="bytes", kind="measured", n=1, median=reserved, config=config)
 
 
-def _free(device: str) -> None:
+def free(device: str = "cuda") -> None:
     """Nothing of another model is reserved, and the peak begins anew."""
     gc.collect()
     if device == "cuda":

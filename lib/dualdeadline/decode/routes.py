@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualdeadline.decode.recorded import Recorded, load, with_controls
+from dualdeadline.decode.recorded import NAME, Recorded, load, with_controls
 
 NEVER = -1.0  # score of an expert that no threshold lets pass
 
@@ -83,6 +83,14 @@ def _layer(draw: np.random.Generator, slots: list[int], chances: np.ndarray, K: 
             [found[token][::-1], np.delete(order, places)]
         )  # of a token, the last rank is the latest
     return found
+
+
+def traced(profile: str, model: str) -> bool:
+    """Whether notebook 11 has left routes of a model, or their file has been brought here."""
+    from dualdeadline.confirmation.place import Place
+
+    where = Place(profile, model) if model else None
+    return bool(where) and (where.traces.exists() or (where.base / NAME).exists())
 
 
 def driving(told: Mapping | None, drawn: Mapping, seed: int, L: int, E: int, K: int) -> Recorded:

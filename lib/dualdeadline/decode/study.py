@@ -32,12 +32,13 @@ def apart(
     device memory does not hold beside the cold.
 
     Args:
-        part: name. key: of the config of the rows that are kept; what they are compared with is recorded elsewhere.
+        part: name. key: rows that have it in their config, and not as False, are kept; what they are compared with is
+            recorded elsewhere.
     """
     stored = {wire: {name: store.bytes(name) for name in COMPONENTS} for wire, store in group.stores.items()}
-    measure.check(group, recorded.spans[0].start)
+    yield f"{part}, check", [_equal(group, recorded.spans[0].start)]
     found = rows.measured(measure.run(group, recorded.spans, seed), stored, resamples, seed)
-    yield part, [row for row in found if row["config"].get(key) not in (None, False)]
+    yield part, [row for row in found if row["config"].get(key, False) is not False]
 
 
 def measured(
@@ -58,19 +59,7 @@ def measured(
     """
     stored = {wire: {part: store.bytes(part) for part in COMPONENTS} for wire, store in group.stores.items()}
     yield "sizes", rows.sizes_rows(stored)
-    compiled = group.handle.captured.compiling
-    compared = measure.check(group, recorded.spans[0].start)
-    yield "check", [
-        dict(
-            variant="all variants",
-            metric="equal_logit_steps",
-            unit="steps",
-            kind="measured",
-            n=compared,
-            median=compared,
-            config={"why": "; ".join(group.handle.why), "compiled": compiled},
-        )
-    ]
+    yield "check", [_equal(group, recorded.spans[0].start)]
     own = [case for case in group.cases if case not in wide]
     yield "steps", rows.measured(measure.run(group, recorded.spans, seed, own), stored, resamples, seed)
     yield "links", [measure.copies(group)]
@@ -81,3 +70,10 @@ def measured(
     if chosen and seconds:
         others = [own[0], Case(chosen.slots, "raw", "demand_serial"), chosen.base]
         yield "energy", joules.rows(group, recorded.spans, chosen, others, seconds, resamples, seed)
+
+
+def _equal(group: big.Variants, first: int) -> dict:
+    """Record row: steps from `first` on whose logits were found equal, and how the code around the experts ran."""
+    compiled, compared = group.handle.captured.compiling, measure.check(group, first)
+    said = dict(variant="all variants", metric="equal_logit_steps", unit="steps", kind="measured")
+    return said | dict(n=compared, median=compared, config={"why": "; ".join(group.handle.why), "compiled": compiled})

@@ -154,7 +154,7 @@ def _planned(model: nn.Module, vram, context: int, batch: int, device, backend: 
     if kind == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return found.slots, tuple(f"plan: {line}" for line in found.why)
+    return found.slots, tuple(f"plan: {line}" for line in found.why[:2])  # slots and hits; the engine chooses the rest
 
 
 def _experts_forward(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

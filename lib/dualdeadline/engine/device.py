@@ -179,8 +179,12 @@ class DeviceDriven:
 
     def _own_streams(self) -> None:
         """Streams other than the one this forward runs or is captured on: on that one nothing would overlap."""
-        if self.cuda and (not self.streams or torch.cuda.current_stream(self.tables.device) in self.streams):
-            self.streams = beside(2, self.tables.device)
+        if not self.cuda or self.streams and torch.cuda.current_stream(self.tables.device) not in self.streams:
+            return
+        before, self.streams = self.streams, beside(2, self.tables.device)
+        for stream, other in zip(self.streams, before):
+            if not self.capturing():  # nothing is left on streams when a capture begins
+                stream.wait_stream(other)
 
     def _stream(self, number: int):
         return torch.cuda.stream(self.streams[number]) if self.cuda else _Nothing()

@@ -15,6 +15,8 @@ from dualdeadline.report.confirmation_sources import (
     block_excess,
     best_decode,
     best_rows,
+    CONTROLS,
+    decode_rows,
     checked_share,
     corpora,
     costs,
@@ -237,7 +239,20 @@ def decode(about: Subject, slots: int) -> str:
     if not len(rows):
         return f"Decode of {about.model} with {slots} slots per layer: not measured yet."
     speed = text.value(*found.loc[0, ["median", "low", "high"]], digits=1)
-    return f"With {slots} slots per layer the best variant decodes {speed} tokens/s ({conditions(rows)}).{_kept(rows)}"
+    kept = _kept(rows)
+    return f"With {slots} slots per layer the best variant decodes {speed} tokens/s ({conditions(rows)}).{kept}" + (
+        _empty(about, slots) if "warm" in kept else ""
+    )
+
+
+def _empty(about: Subject, slots: int) -> str:
+    """The same with slots that start empty at each prompt; "" where that is not measured."""
+    rows = decode_rows(about, slots)
+    rows = rows[~rows["variant"].isin(CONTROLS) & (rows["config.warm"].astype(str) == "False")]
+    if rows.empty:
+        return ""
+    one = rows.loc[rows["median"].idxmax(), ["median", "low", "high"]]
+    return f" Where they start empty, {text.value(*one, digits=1)}."
 
 
 def _kept(rows: pd.DataFrame) -> str:

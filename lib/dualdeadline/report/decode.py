@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from dualdeadline.cost import TransferModel
@@ -10,6 +11,7 @@ from dualdeadline.report.tables import Subject, Table, conditions
 
 STAGE = "09_decode"
 WORDS = {"demand_serial": "one deadline", "staged_barrier": "two deadlines"}
+SETTING = "2-0"  # of the guesses that prose and the tables on top tell: two gate/ups a layer, as fixed before
 
 
 def _measured(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -101,16 +103,20 @@ def link_gbps(rows: pd.DataFrame) -> float:
 
 
 def fetch_gbps(rows: pd.DataFrame, wire: str) -> float:
-    """Rate of a kernel's reads of host memory: the slope of the line through single fetches of the same run."""
+    """Rate of a kernel's reads of host memory: the slope of the line through single fetches; NaN if not measured."""
     part = rows[(rows.metric == "single_ms") & (rows.variant == "fetch") & (rows["config.wire"] == wire)]
+    if part.empty:
+        return float("nan")
     return 1e-6 / TransferModel.fit(part["config.bytes"].astype(float), part["median"]).slope_ms
 
 
 def floors(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps beside resident step plus the link time of their bytes, and their ratio; oracle's beside the longer.
 
-    *at a fetch's rate*: the ratio where the bytes take what single fetches by a kernel take, instead of copies.
+    *at a fetch's rate*: the ratio where the bytes take what single fetches by a kernel take, instead of copies. Steps
+    of a run of their own, without a resident step and a link, are left out.
     """
+    rows = rows[rows["scope.part"] != "warm"] if "scope.part" in rows else rows
     gbps, frames = link_gbps(rows), []
     for warm in (False, True):
         part = steps(rows, warm=warm)
@@ -138,13 +144,15 @@ def ratios(rows: pd.DataFrame, wire: str, column: str = "ratio") -> pd.Series:
 
 
 def reads(rows: pd.DataFrame) -> str:
-    """What a kernel's reads of host memory make of a step's distance from its floor, a sentence."""
+    """What a kernel's reads of host memory make of a step's distance from its floor: a sentence, or nothing."""
     gbps = [fetch_gbps(rows, wire) for wire in ("raw", "coded")]
+    if not np.isfinite(gbps).all():
+        return ""
     raw, coded = (ratios(rows, wire, "at a fetch's rate") for wire in ("raw", "coded"))
     return (
-        f"Single fetches by a kernel reach {gbps[0]:.1f} (raw) and {gbps[1]:.1f} GB/s (encoded) of a copy's "
-        f"{link_gbps(rows):.1f}; at those rates the ratios are {raw.min():.2f} to {raw.max():.2f} and "
-        f"{coded.min():.2f} to {coded.max():.2f}."
+        f" A kernel that fetches reads {gbps[0]:.1f} (raw) and {gbps[1]:.1f} GB/s (encoded) beside the fixed cost of a "
+        f"launch, copies move {link_gbps(rows):.1f}; at the former rates the ratios are {raw.min():.2f} to "
+        f"{raw.max():.2f} and {coded.min():.2f} to {coded.max():.2f}."
     )
 
 
@@ -157,12 +165,15 @@ def spread(rows: pd.DataFrame, layers: int) -> pd.DataFrame:
     part = _measured(rows, "step_ms")
     part = part[~_is(part, "warm")].assign(plain=~_is(part, "compiled"), lanes=part["config.lanes"].astype(float))
     resident = part[part.slots == part.slots.max()].groupby("plain")["median"].first()
-    moved = steps(rows, "link_bytes").set_index(["slots", "name"])["median"]
+    moved = _measured(rows, "link_bytes")
+    moved = moved.assign(plain=~_is(moved, "compiled"), lanes=moved["config.lanes"].astype(float))[~_is(moved, "warm")]
+    moved = moved.groupby(["slots", "lanes", "plain", "name"])["median"].first()
     size = {wire: stored(rows, wire)["gate_up"] for wire in ("raw", "coded")}
     out = []
     for (slots, lanes, plain), here in part[part.slots.isin(_map_slots(part))].groupby(["slots", "lanes", "plain"]):
         ms = here.drop_duplicates("name").set_index("name")["median"]
-        gbps = moved[slots, "raw, one deadline"] / (ms["raw, one deadline"] - resident[plain]) / 1e6
+        bytes_ = moved[slots, lanes, plain, "raw, one deadline"]
+        gbps = bytes_ / (ms["raw, one deadline"] - resident[plain]) / 1e6
         line = {
             "slots": slots,
             "layers": "plain" if plain else "compiled",
@@ -171,7 +182,9 @@ def spread(rows: pd.DataFrame, layers: int) -> pd.DataFrame:
         }
         for wire in ("raw", "coded"):
             two = ms[f"{wire}, two deadlines"]
-            guessed = ms[[name for name in ms.index if name.startswith(f"{wire}, two") and "residual_gate" in name]]
+            guessed = ms[
+                [name for name in ms.index if name.startswith(f"{wire}, two deadlines, residual_gate {SETTING}")]
+            ]
             line[f"{wire}: two deadlines"] = two / ms[f"{wire}, one deadline"] - 1
             line[f"{wire}: guesses"] = guessed.iloc[0] / two - 1 if len(guessed) else float("nan")
             line[f"{wire}: gate/up in windows"] = size[wire] / gbps / 1e6 / (resident[plain] / layers)
@@ -220,19 +233,11 @@ def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     return frame.rename_axis(index=["guesses", "slots", "budget", "from"]).rename(columns={"median": "ms"})
 
 
-def baselines(rows: pd.DataFrame) -> pd.DataFrame:
-    """Steps of what could be installed instead, on the same model."""
-    part = rows[rows.metric == "baseline_step_ms"]
-    frame = part.assign(tokens_per_s=1e3 / part["median"])[["variant", "config.way", "median", "tokens_per_s"]]
-    return frame.rename(columns={"config.way": "how", "median": "step, ms", "tokens_per_s": "tokens/s"}).set_index(
-        "variant"
-    )
-
-
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
-    """Tokens/s of the fastest variant with so many slots and that guessing."""
+    """Tokens/s of the fastest variant with so many slots: without guesses, or with a predictor's as of `SETTING`."""
     part = steps(rows, "tokens_per_s", warm)
-    return float(part[(part.slots == slots) & (part.variant == predictor)]["median"].max())
+    part = part[(part.slots == slots) & (part.variant == predictor)]
+    return float(part[(predictor == "no prefetch") | (part["config.budget"] == SETTING)]["median"].max())
 
 
 def hit_rate(rows: pd.DataFrame, slots: int, warm: bool = False) -> float:
@@ -242,7 +247,7 @@ def hit_rate(rows: pd.DataFrame, slots: int, warm: bool = False) -> float:
 
 
 def chosen(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> pd.DataFrame:
-    """Rows of a difference or ratio with these settings; `variant` may be one of them."""
+    """Rows of a difference or ratio with these settings, `variant` perhaps among them."""
     part = steps(rows, metric, warm)
     for name, value in config.items():
         part = part[part[name if name == "variant" else f"config.{name}"] == value]
@@ -250,10 +255,10 @@ def chosen(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> pd.
 
 
 def wrong(rows: pd.DataFrame) -> pd.DataFrame:
-    """What random guesses do to a step: under the live control where that has been measured, else by themselves."""
+    """What random guesses, which the live control stops, do to a step: in the main run, else in the control's own."""
+    own = chosen(rows, "prefetch_time_ratio", variant="random-no prefetch", budget=SETTING)
     part = _measured(rows, "prefetch_time_ratio")
-    held = part[(part.variant == "random-no prefetch") & _break_even(part).notna()]
-    return held if len(held) else chosen(rows, "prefetch_time_ratio", variant="random-no prefetch", budget="2-0")
+    return own if len(own) else part[(part.variant == "random-no prefetch") & _break_even(part).notna()]
 
 
 def by_slots(rows: pd.DataFrame, metric: str, warm: bool = False, **config) -> str:
@@ -277,7 +282,7 @@ def answer(rows: pd.DataFrame) -> str:
         f"{said('residual_gate', False)}. With slots that stay warm {said('no prefetch', True)}; with guesses "
         f"{said('residual_gate', True)}. Without prediction a step takes {raw.min():.2f} to {raw.max():.2f} (raw) and "
         f"{coded.min():.2f} to {coded.max():.2f} (encoded) times the resident step plus the link time of its bytes "
-        f"({link_gbps(rows):.1f} GB/s). {reads(rows)} Two deadlines change an encoded step by "
+        f"({link_gbps(rows):.1f} GB/s).{reads(rows)} Two deadlines change an encoded step by "
         f"{by_slots(rows, 'deadline_difference_ms', wire='coded')} ms. Encoded over raw: "
         f"{by_slots(rows, 'wire_time_ratio')}. Sizes are OLMoE's, weights random, routes the embedded model's."
     )

@@ -9,7 +9,7 @@ import pandas as pd
 from dualdeadline import manifest, record, schedule
 from dualdeadline.overlap import Setting
 from dualdeadline.report import (
-    confirmation_said, decode, decode_large, decode_memory, kernels, latex, overlap, published, routing, runtime, text,
+    confirmation_said, decode, decode_large, decode_beside, kernels, latex, overlap, published, routing, runtime, text,
     tiers_tables, verdicts, wire,
 )
 from dualdeadline.report.replay import COLD
@@ -197,7 +197,7 @@ def _engine(about: Subject) -> list[Number]:
              "wire_time_ratio", "prefetch_difference_ms", "prefetch_time_ratio", "baseline_step_ms",
              "equal_logit_steps", "simulated_step_ms", "reserved_bytes", "single_ms"]
     rows = about.rows(decode.STAGE, kinds)
-    counts, other = sorted(set(decode.steps(rows).slots)), decode.baselines(rows)["tokens/s"]
+    counts, other = sorted(set(decode.steps(rows).slots)), decode_beside.baselines(rows)["tokens/s"]
 
     def speeds(predictor: str = "no prefetch", warm: bool = False) -> str:
         return ", ".join(f"{decode.best(rows, count, predictor, warm):.0f} at {count}" for count in counts[:-1])
@@ -224,12 +224,12 @@ def _engine(about: Subject) -> list[Number]:
         "engine_off": f"{decode.errors(rows)['off by, %'].abs().median():.1f}",
     }
     large = record.read(about.workspace, decode.STAGE, decode_large.MODEL)
-    said |= {"engine_random": overlap.by_slots(decode.wrong(rows)), "engine_vram": decode_memory.reserved(rows),
+    said |= {"engine_random": overlap.by_slots(decode.wrong(rows)), "engine_vram": decode_beside.reserved(rows),
              "engine_large": decode_large.answer(large)}
     labels = {"guided": "residual_gate", "free": "gate_ahead", "oracle": "oracle"}
     for name, label in labels.items():
         said[f"engine_{name}"] = decode.by_slots(
-            rows, "prefetch_time_ratio", variant=f"{label}-no prefetch", budget="2-0"
+            rows, "prefetch_time_ratio", variant=f"{label}-no prefetch", budget=decode.SETTING
         )
     for wire in ("raw", "coded"):
         ratio = decode.ratios(rows, wire)

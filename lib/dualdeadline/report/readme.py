@@ -17,8 +17,9 @@ BLOCK = re.compile(r"<!-- begin:(?P<name>[a-z_]+) -->\n.*?<!-- end:(?P=name) -->
 
 ANSWER = """\
 **In short** (one H200, OLMoE's sizes, batch 1). Where a decode step is one CUDA graph, three things shorten it:
-fewer bytes (a lossless wire format) most, a second deadline and guesses one layer ahead by some per cent. Where
-the host launches every operation, a second deadline does not (H1: **{verdict_h1}**), and guesses lengthened the
+fewer bytes (a lossless wire format) most, a second deadline and guesses one layer ahead by some per cent; there the
+step without a second deadline fetches all of a layer's bytes before its first product. Where the host launches every
+operation and whole experts are pipelined, a second deadline does not (H1: **{verdict_h1}**), and guesses lengthened the
 step in {prefetch_slower} of {prefetch_cases} cases. Every logit equals that of the resident run with the same
 kernels ({engine_equal_steps} steps compared). On the same model, transformers' own modes reach {engine_stock}
 tokens/s, {engine_stock_graph} in a compiled graph, all resident, and accelerate's offload {engine_accelerate}.
@@ -48,9 +49,9 @@ exponents' entropy allows {wire_entropy}) and one gate/up record is decoded at {
 pipelined block then takes {wire_coded_ms} ms instead of {wire_raw_ms} in the same run, with equal bits; two
 deadlines for the last expert change it by {wire_split_gain_ms} ms more. By the line through measured copies,
 gate and up of one expert cross in {wire_copy_coded_ms} ms instead of {wire_copy_raw_ms}, within the
-{wire_window_ms} ms that a captured layer needs up to its router. Decode steps, encoded over raw,
-measured with every operation launched by the host: {wire_step_ratios}; simulated as one CUDA graph:
-{wire_step_simulated}.
+{wire_window_ms} ms that a captured layer of the stock code, not compiled, needs up to its router. Decode steps, encoded
+over raw, measured with every operation launched by the host: {wire_step_ratios}; simulated as one CUDA graph of such
+layers (12 other prompts): {wire_step_simulated}; the engine's graph is measured below.
 
 **The engine** runs stock transformers code of OLMoE's sizes (random weights, the embedded model's routes) with
 every logit equal to its resident run ({engine_equal_steps} steps compared): {engine_resident} tokens/s with all
@@ -62,13 +63,14 @@ resident, and accelerate's offload {engine_accelerate} (measured). In its graph 
 multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
 perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Without guesses a step
 takes {engine_floor_raw} (raw) and {engine_floor_coded} (encoded) times the resident step plus its bytes at the rate of
-copies. {engine_reads} Within a memory limit a GPU reserved {engine_vram} (measured). {engine_large}
+copies.{engine_reads} Within a memory limit a GPU reserved {engine_vram} (measured). {engine_large}
 
 **Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
 {tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors
 read one by one take {tier_record_times} times as long, by as many threads {tier_record_parallel}; the install of a
-record takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7; a layer's other
-work is a pause of stated length): **{verdict_h7}**; their time over demand's: {tier_ahead}. A worker on the same
+record takes {tier_install} times one copy. That reads ahead of the router shorten such a step (H7, tested with half of
+the experts in host memory; a layer's other work is a pause of stated length): **{verdict_h7}**; their time over
+demand's: {tier_ahead}. A worker on the same
 machine answers over loopback in {tier_remote} rows of eight experts, {tier_remote_compute} of it products.
 {tier_peer}
 Joules per token, two deadlines and guesses against fetching on demand (H5): **{verdict_h5}**.

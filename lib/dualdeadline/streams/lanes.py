@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 
+POOL = 32  # streams of one priority that torch has, whatever a program asks for
+
+
 @dataclass(eq=False)
 class Mark:
     """An operation handed to a lane: its events, or the future that gives its two times."""
@@ -26,11 +29,13 @@ def beside(count: int, device: torch.device) -> list[torch.cuda.Stream]:
     was to run beside that work would queue up between its pieces.
     """
     found, own = [], torch.cuda.current_stream(device)
-    while len(found) < count:
+    for _ in range(2 * POOL):
+        if len(found) == count:
+            return found
         stream = torch.cuda.Stream(device)
         if stream != own and stream not in found:
             found.append(stream)
-    return found
+    raise ValueError(f"{count} streams were asked for; needed: less than the {POOL} that torch has")
 
 
 class CudaLanes:

@@ -1,8 +1,17 @@
-"""What a limit on device memory left, as measured."""
+"""What stands beside the engine's steps: what could be installed instead, and device memory under a limit."""
 
 from __future__ import annotations
 
 import pandas as pd
+
+
+def baselines(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps of what could be installed instead, on the same model."""
+    part = rows[rows.metric == "baseline_step_ms"]
+    frame = part.assign(tokens_per_s=1e3 / part["median"])[["variant", "config.way", "median", "tokens_per_s"]]
+    return frame.rename(columns={"config.way": "how", "median": "step, ms", "tokens_per_s": "tokens/s"}).set_index(
+        "variant"
+    )
 
 
 def memory(rows: pd.DataFrame) -> pd.DataFrame:
