@@ -287,3 +287,60 @@ def test_a_damaged_index_of_records_is_named(model, tmp_path, change):
         offloaded(model, tmp_path)
     assert not hasattr(model, "dualdeadline")
     same(run(model, text(1, 4), 2), wanted)
+
+
+@pytest.mark.parametrize("pool", ["layer", "shared"])
+@pytest.mark.parametrize("ssd", [{}, {"host_slots": 2, "exclusive": True}], ids=str)
+def test_a_guess_that_cannot_be_read_and_that_nobody_asks_for_leaves_no_slot_filled(tmp_path, ssd, pool):
+    """Its copy fails on the link's thread while the layer before it computes; the router then chooses others."""
+    model = build(dtype=torch.bfloat16, **WIDE)
+    routes, inputs = [], [text(1, 1, seed) for seed in range(24)]
+    hook = model.model.layers[1].mlp.gate.register_forward_hook(lambda module, args, out: routes.append(set(out[2][0].tolist())))
+    with torch.no_grad():
+        wanted = [model(ids).logits for ids in inputs]
+    hook.remove()
+    later, wrong = next((n, e) for n in range(1, 24) for e in sorted(routes[n] - routes[0]))
+    guess, left, fails = torch.zeros(1, 8), [True], [False]
+    guess[0, wrong] = 1
+
+    def predictor(layer, hidden, ids):
+        if layer == 0 and left and left.pop():
+            fails[0] = True
+            return guess
+        return None
+
+    def read(descriptor, buffers, place):
+        if fails[0]:
+            raise OSError(5, "Input/output error")
+        return os.preadv(descriptor, buffers, place)
+
+    own = {"predictor": predictor, "threshold": 0.5, "budget": (1, 1), "pool": pool}
+    offloaded(model, tmp_path, ssd=ssd | {"read": read}, **own)
+    handle = model.dualdeadline
+    handle.guide.control[2] = 0  # no guess is stopped
+
+    def ended(*_):
+        deadline = time.monotonic() + 10
+        while not all(handle.lanes.done(mark) for mark in handle.hosted.arriving.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        fails[0] = False
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(ended)
+    with torch.no_grad(), pytest.raises(OSError, match="Input/output error"):
+        model(inputs[0])
+    hook.remove()
+    assert not left
+    with torch.no_grad():
+        for turn in (later, *range(24)):
+            assert torch.equal(model(inputs[turn]).logits, wanted[turn])
+    handle.remove()
+
+
+def test_host_slots_that_an_interruption_lost_come_back(model, tmp_path):
+    offloaded(model, tmp_path, ssd={"host_slots": 2, "exclusive": True})
+    tier = model.dualdeadline.store.tier
+    rows = [{id(row) for row in free} for free in tier.free]
+    tier.free[1].pop()  # as between `take`'s two steps
+    tier.forget(everything=True)
+    assert [{id(row) for row in free} for free in tier.free] == rows and all(len(found) == 2 for found in rows)

@@ -215,10 +215,12 @@ class Hosted:
         """The router has spoken: what it did not choose and has not begun to cross is cancelled."""
         wanted = set(chosen)
         for key in [key for key in self.arriving if key[0] == number and key[1] not in wanted]:
-            if self.lanes.cancel(self.arriving[key]):
+            mark = self.arriving[key]
+            if self.lanes.cancel(mark):
                 del self.arriving[key]
                 self.pool.withdraw(number, COMPONENTS.index(key[2]), key[1])
-            elif self.lanes.done(self.arriving[key]):
+            elif self.lanes.done(mark):
+                self.lanes.compute(lambda: None, [mark])  # raises what its copy raised: its slot holds garbage
                 del self.arriving[key]
 
     def forget(self) -> None:

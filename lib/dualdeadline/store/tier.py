@@ -136,7 +136,8 @@ class HostTier:
             raise ValueError(f"policy is {policy!r}, host slots {slots}; needed: one of {', '.join(POLICIES)}, from 1")
         self.policy, self.slots, self.counts = policy, min(slots, E), Counter()
         data = memory.new(L * self.slots * size).view(L, self.slots, size)
-        self.free = [[Row(row) for row in rows] for rows in data]
+        self.rows = [[Row(row) for row in rows] for rows in data]
+        self.free = [list(rows) for rows in self.rows]
         self.held: list[dict[int, Held]] = [{} for _ in range(L)]
         self.often, self.score = np.zeros((L, E), np.int64), np.zeros((L, E), np.float32)
         self._clock = itertools.count(1)
@@ -211,6 +212,8 @@ class HostTier:
                 held.users = 0
                 if everything or held.failed or not held.parts or not all(read.done for read in held.reads):
                     self.drop(number, held)
+            kept = {id(held.row) for held in found.values()}  # also a row that an interrupted `take` or `drop` lost
+            self.free[number] = [row for row in self.rows[number] if id(row) not in kept]
 
     @property
     def nbytes(self) -> int:
