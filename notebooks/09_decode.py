@@ -247,7 +247,7 @@ overlap.record_parts("09_decode", model, workspace, [("stopped", found)] if foun
 rows = record.read(workspace, "09_decode", model)
 
 # %% tags=["table"]
-report.table(shown.stopped(rows), "stopped", "guesses under the live control, replayed", workspace, digits=3)
+report.table(decode_beside.stopped(rows), "stopped", "guesses under the live control, replayed", workspace, digits=3)
 
 # %% tags=["table"]
 lines = shown.control(rows)

@@ -41,19 +41,6 @@ def control(rows: pd.DataFrame) -> pd.DataFrame:
     return frame.rename_axis(index=["guesses", "slots", "from", "break-even"]) if len(part) else frame
 
 
-def stopped(rows: pd.DataFrame) -> pd.DataFrame:
-    """Replayed guesses under the live control: how often they were let through, and what crossed for them."""
-    part = rows[rows.kind == "replayed"]
-    part = part.assign(slots=part["config.slots"].astype(int), least=part["config.break_even"].astype(float))
-    names = {
-        "on_share": "calls with guesses",
-        "in_time_share": "asked for in time",
-        "more_components": "more components per token",
-    }
-    wide = part.pivot_table(index=["variant", "slots", "least"], columns="metric", values="median", sort=False)
-    return wide[list(names)].rename(columns=names).rename_axis(index=["guesses", "slots", "break-even"], columns=None)
-
-
 def _own_link(part: pd.DataFrame) -> pd.Series:
     lanes = part["config.lanes"].astype(float)
     return lanes == lanes.max()  # fewer programs emulate a slower link
@@ -293,8 +280,10 @@ def engine_steps(about: Subject) -> Table:
     rows = about.rows(STAGE, ["tokens_per_s"])
     part = speeds(rows).map(lambda value: "" if pd.isna(value) else f"{value:.0f}")
     part.columns = [str(column) for column in part.columns]
+    part.index = part.index.str.replace(" from 0.7", "").str.replace("residual_gate", "ResidualGate")
     caption = (
         "Tokens/s of the engine by slots per layer: stock transformers code of OLMoE's sizes, random weights, driven "
-        f"by the embedded model's recorded routes, caches empty at each prompt (mean over prompts). {conditions(rows)}."
+        f"by the embedded model's recorded routes, caches empty at each prompt (mean over prompts). With guesses: "
+        f"gate/ups and downs ahead per layer, from probability 0.7 where none is given. {conditions(rows)}."
     )
     return Table("engine_steps", caption, part.rename_axis("variant").reset_index(), rows, wide=True)

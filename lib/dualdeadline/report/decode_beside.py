@@ -1,4 +1,4 @@
-"""What stands beside the engine's steps: what could be installed instead, and device memory under a limit."""
+"""What stands beside the engine's steps: other software, device memory under a limit, the live control replayed."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def reserved(rows: pd.DataFrame) -> str:
     found = found[found["limit, GiB"] > 0] if len(found) else found
     parts = (f"{got:.2f} of {limit:.2f} GiB ({slots} slots)" for limit, got, slots in found.itertuples(index=False))
     return "; ".join(parts) or "nothing yet: not measured"
+
+
+def stopped(rows: pd.DataFrame) -> pd.DataFrame:
+    """Replayed guesses under the live control: how often they were let through, and what crossed for them."""
+    part = rows[rows.kind == "replayed"]
+    part = part.assign(slots=part["config.slots"].astype(int), least=part["config.break_even"].astype(float))
+    names = {
+        "on_share": "calls with guesses",
+        "in_time_share": "asked for in time",
+        "more_components": "more components per token",
+    }
+    wide = part.pivot_table(index=["variant", "slots", "least"], columns="metric", values="median", sort=False)
+    return wide[list(names)].rename(columns=names).rename_axis(index=["guesses", "slots", "break-even"], columns=None)

@@ -70,4 +70,4 @@ def kernels(about: Subject) -> Table:
         "One token, eight experts resident: median ms per block and GB/s of weights. In a CUDA graph where a "
         f"variant can be captured. {conditions(rows)}."
     )
-    return Table("kernels", caption, frame, rows)
+    return Table("kernels", caption, frame, rows, wide=True)
