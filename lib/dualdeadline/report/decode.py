@@ -37,7 +37,9 @@ def control(rows: pd.DataFrame) -> pd.DataFrame:
     part = part[_break_even(part).notna()]
     key = ["variant", "slots", "config.threshold", "config.break_even"]
     part = part.assign(variant=part.variant.str.removesuffix("-no prefetch")) if len(part) else part
-    frame = part.set_index(key)[["median", "low", "high"]] if len(part) else pd.DataFrame(columns=["median"])
+    frame = (
+        part.set_index(key)[["median", "low", "high"]].sort_index() if len(part) else pd.DataFrame(columns=["median"])
+    )
     return frame.rename_axis(index=["guesses", "slots", "from", "break-even"]) if len(part) else frame
 
 
@@ -68,7 +70,7 @@ def resident_ms(rows: pd.DataFrame) -> float:
 def speeds(rows: pd.DataFrame, metric: str = "tokens_per_s", warm: bool = False) -> pd.DataFrame:
     """Tokens/s (or another metric) by variant and slots, the resident run in a column of its own."""
     wide = steps(rows, metric, warm).pivot_table(index="name", columns="slots", values="median", sort=False)
-    return wide.sort_index(axis=1).rename_axis(index="variant")
+    return wide.sort_index(axis=1).sort_index().rename_axis(index="variant")
 
 
 def plain(rows: pd.DataFrame) -> pd.DataFrame:
@@ -217,7 +219,8 @@ def prefetches(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("ahead", "useful", "wasted"):
         found = steps(rows, f"{name}_per_token")
         frame[name] = found[found.variant.isin(part.variant)].set_index(key)["median"]
-    return frame.rename_axis(index=["guesses", "slots", "budget", "from"]).rename(columns={"median": "ms"})
+    frame = frame.rename_axis(index=["guesses", "slots", "budget", "from"]).sort_index()
+    return frame.rename(columns={"median": "ms"})
 
 
 def best(rows: pd.DataFrame, slots: int, predictor: str = "no prefetch", warm: bool = False) -> float:
