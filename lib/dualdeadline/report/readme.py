@@ -54,16 +54,14 @@ over raw, measured with every operation launched by the host: {wire_step_ratios}
 layers (12 other prompts): {wire_step_simulated}; the engine's graph is measured below.
 
 **The engine** runs stock transformers code of OLMoE's sizes (random weights, the embedded model's routes) with
-every logit equal to its resident run ({engine_equal_steps} steps compared): {engine_resident} tokens/s with all
-experts in slots, {engine_speeds} of {model_e} slots per layer where slots start empty at each prompt (hit rates
-{engine_hits}), {engine_warm_speeds} where they stay warm ({engine_warm_hits}) and {engine_warm_guided} with the
-predictor's guesses; transformers' own modes reach {engine_stock}, {engine_stock_graph} in a compiled graph, all
-resident, and accelerate's offload {engine_accelerate} (measured). In its graph a second deadline changes a raw step by
-{engine_deadlines} ms and the wire format multiplies it by {engine_wire}. One-layer-ahead guesses of the predictor
-multiply an encoded step by {engine_guided}, those of the next router, which needs no training, by {engine_free};
-perfect ones by {engine_oracle}; random ones, which the live control stops, by {engine_random}. Without guesses a step
+every logit equal to its resident run ({engine_equal_steps} steps compared); its tokens/s, and what deadlines, wire
+format and guesses change, stand in the tables on top. Hit rates with the slots of those tables, fewest first:
+{engine_hits} where slots start empty at each prompt, {engine_warm_hits} where they stay warm. Without guesses a step
 takes {engine_floor_raw} (raw) and {engine_floor_coded} (encoded) times the resident step plus its bytes at the rate of
-copies.{engine_reads} Within a memory limit a GPU reserved {engine_vram} (measured). {engine_large}
+copies.{engine_reads} Simulated steps are off by {engine_off} % (median). Within a memory limit a GPU reserved
+{engine_vram} (measured).
+
+**At Qwen3.6's sizes.** {engine_large}
 
 **Below host memory**, with one contiguous record per expert on a cold SSD a plain loop of the same reads takes
 {tier_record_loop} of a step's time, a disk that never waits for a router {tier_record_share}; nine scattered tensors
