@@ -96,7 +96,7 @@ fig, ax = plt.subplots(figsize=(6.4, 3.8))
 sns.lineplot(progress.assign(tokens=progress["config.tokens"] / 1e6), x="tokens", y="median", hue="config.domain",
              palette=sns.color_palette("husl", progress["config.domain"].nunique()), marker=".", ax=ax)
 ax.set(xlabel="million tokens seen", ylabel="bits per byte, held out", title=report.title(progress, "Held-out text"))
-ax.legend(fontsize=6, ncols=2, title="")
+ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="")
 report.save(fig, "90_training", workspace, progress);
 
 # %% [markdown]
@@ -128,6 +128,7 @@ load = rows[rows.metric == "mean_expert_share"]
 shares = routing.shares(load) * load["config.shares"].map(len).iloc[0]
 sns.heatmap(shares, cmap="viridis", vmin=0, ax=ax, cbar_kws={"label": "load, 1 = even"})
 ax.set(xlabel="experts of a layer by load", ylabel="layer", title=report.title(load, "Share of routed tokens"))
+ax.tick_params(axis="y", labelrotation=0)
 report.save(fig, "90_load", workspace, load);
 
 # %% tags=["table"]

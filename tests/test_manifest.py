@@ -112,5 +112,5 @@ def test_corpora_hold_ids_and_hashes_only():
 
 def test_git_ignores_by_name_only_what_it_should():
     lines = (paths.ROOT / ".gitignore").read_text().splitlines()
-    assert "lib/" not in lines and "/data/" in lines and "/.venv/" in lines
+    assert "lib/" not in lines and "/data/" in lines and "/.venv" in lines
     assert record.GENERATED
