@@ -153,6 +153,14 @@ def test_bits_are_equal_and_a_prompt_begins_again_with_its_own_states(monkeypatc
     assert part == "kept" and {row["metric"] for row in found} >= {"step_ms", "hit_rate", "link_bytes"}
     assert all(row["config"]["warm"] and row["config"]["slots"] == 4 for row in found)
 
+    def differs(*_):
+        raise AssertionError("a bit differs")
+
+    monkeypatch.setattr(measure, "check", differs)
+    monkeypatch.setattr(measure, "run", None)  # nothing is timed after that
+    with pytest.raises(AssertionError, match="a bit differs"):
+        list(study.apart(group, drive, 20, 0, "kept", "warm"))
+
 
 def test_warm_cases_have_the_resident_one_first_and_their_own_without_guesses():
     found = warm_cases([2, 4], 8, [["oracle", 2, 0, 0.7]])

@@ -13,6 +13,7 @@ from dualdeadline import engine, kernels, models
 from dualdeadline.decode import big, measure, recorded, rows, singles, study
 from dualdeadline.decode.cases import Case
 from dualdeadline.energy import meter
+from dualdeadline.engine.device import DeviceDriven
 from dualdeadline.engine.driven import Driven
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="runs inside test_in_the_interpreter")
@@ -67,6 +68,15 @@ def test_bits_are_those_of_the_resident_run(resident, slots, options):
     assert (stats["bytes_ahead"] > 0) == ("predictor" in options)
     model.dualdeadline.remove()
     assert not hasattr(model, "dualdeadline")
+
+
+@interpreted
+def test_every_forward_looks_whether_its_streams_are_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(DeviceDriven, "_own_streams", lambda self: seen.append(self))
+    model = offloaded(2)
+    logits(model)
+    assert set(map(id, seen)) == {id(model.dualdeadline.device)} and len(seen) >= model.dualdeadline.stats()["paths"]["graph"]
 
 
 @interpreted
