@@ -75,8 +75,7 @@ def all_cases(
         found += [Case(count, wire, name) for wire in ("raw", "coded") for name in IN_GRAPH]
         found += [guess(base, *one) for one in guesses]
         if warm_slots is None or count in warm_slots:
-            kept = replace(base, warm=True)
-            found += [kept, *(guess(kept, *one) for one in warm)]
+            found += warm_cases([count], E, warm)[1:]
     return found
 
 
